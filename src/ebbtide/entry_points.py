@@ -93,7 +93,7 @@ def options_of(caller: str, options: Options | None = None, **named: Any) -> Opt
             argument="options",
             value=options,
         )
-    here, there = Options(**named).given(), options.given()
+    here, there = Options(**named).set_fields(), options.set_fields()
     for each in named:
         if each in here and each in there:
             raise UsageError(
@@ -105,11 +105,11 @@ def options_of(caller: str, options: Options | None = None, **named: Any) -> Opt
     return replace(options, **here) if here else options
 
 
-def _refuse_fields(caller: str, given: Mapping[str, object]) -> None:
+def _refuse_fields(caller: str, fields: Mapping[str, object]) -> None:
     """Definition 3."""
     for each, why in NOT_TAKEN[caller].items():
-        if each in given:
-            raise UsageError(f"{caller} takes no {each}: {why}", argument=each, value=given[each])
+        if each in fields:
+            raise UsageError(f"{caller} takes no {each}: {why}", argument=each, value=fields[each])
 
 
 def _typed(value: object) -> str:

@@ -23,7 +23,7 @@ from typing import Any, cast
 import filelock
 import platformdirs
 
-__all__ = ["cache_directory", "keep", "kept", "locked", "write_bytes", "write_json", "write_text"]
+__all__ = ["cache_directory", "keep", "locked", "read_saved", "write_bytes", "write_json", "write_text"]
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _DRAFT = ".tmp"
@@ -120,7 +120,7 @@ def keep(path: Path, lock: Path, data: Callable[[], dict[str, Any]], then: Calla
     return True
 
 
-def kept(path: Path) -> dict[str, Any] | None:
+def read_saved(path: Path) -> dict[str, Any] | None:
     """What was kept at ``path``; ``None`` if there is nothing, or anything is wrong with it."""
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:

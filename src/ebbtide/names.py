@@ -106,9 +106,9 @@ def zoo_names() -> tuple[str, ...]:
     return tuple(sorted({*ZOO, *brought(ZOO_GROUP)}))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` with known names that begin or end so, else the nearest one, if any."""
-    listed = list(known)
+    listed = list(names)
     near = [each for each in listed if len(name) > 2 and (each.startswith(name) or each.endswith(name))][:2]
     near = near or difflib.get_close_matches(name, listed, n=1)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

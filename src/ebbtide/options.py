@@ -240,7 +240,7 @@ class Options:
                 value=self.step,
             )
 
-    def given(self) -> dict[str, object]:
+    def set_fields(self) -> dict[str, object]:
         """The fields that are not as they are by default, by name."""
         plain = Options()
         values = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -34,7 +34,7 @@ class _Block:
     """One ``with signals_wait()``."""
 
     def __init__(self, why: str) -> None:
-        self.told = f"ebbtide: {why} {_AGAIN}\n".encode() if why else b""
+        self.message = f"ebbtide: {why} {_AGAIN}\n".encode() if why else b""
         self.over = False
         self.process = os.getpid()
 
@@ -56,9 +56,9 @@ class _Waiting:
             self.theirs(number, frame)
             return
         self.came = True
-        if number == signal.SIGINT and self.block.told:
+        if number == signal.SIGINT and self.block.message:
             with suppress(OSError):  # not print, which an interrupted print would refuse
-                os.write(2, self.block.told)
+                os.write(2, self.block.message)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ebbtide.cost import attach, profile
 from ebbtide.cost.cache import CostCache, device_context
 from ebbtide.cost.call import Call, TensorSpec
 from ebbtide.cost.profile import Cost, profile_calls
-from ebbtide.cost.room import Room, arguments_for, within
+from ebbtide.cost.profiling_budget import ProfilingBudget, arguments_for, profiling_within
 from ebbtide.errors import CaptureError
 from ebbtide.files import keep
 from ebbtide.step.program import Buffer, Op, Program
@@ -198,8 +198,8 @@ def test_time_in_which_no_thread_has_a_core_is_not_an_ops(threads: int) -> None:
 def test_a_guess_is_right_where_it_is_tried_out_whatever_room_there_is() -> None:
     numbers = call(ATEN.add.Tensor, spec(), spec())
     lenders = [torch.full((8,), value) for value in (2.0, 3.0)]
-    for room in (Room(), Room(0, lenders)):
-        with within(room):
+    for room in (ProfilingBudget(), ProfilingBudget(0, lenders)):
+        with profiling_within(room):
             (guess, tangent), _ = arguments_for(numbers)
         assert torch.equal(guess, tangent)
 

@@ -20,7 +20,7 @@ from ebbtide.capture.branches import on_eagers_branches
 from ebbtide.capture.disturbed import undisturbed
 from ebbtide.errors import CaptureError
 from ebbtide.faults import RAISED_IN_CAPTURE, own_faults
-from ebbtide.torch_seams import stance
+from ebbtide.torch_seams import compile_mode
 from ebbtide.torch_seams.eager_answers import Answers
 
 
@@ -39,7 +39,7 @@ class Exporting:
 def somebody_exporting() -> Iterator[Exporting]:
     exporting = Exporting()
     names: dict[str, Any] = {}
-    exec(compile("def export(exporting): exporting.wait()", stance._EXPORT, "exec"), names)
+    exec(compile("def export(exporting): exporting.wait()", compile_mode._EXPORT, "exec"), names)
     thread = threading.Thread(target=names["export"], args=(exporting,))
     thread.start()
     try:
@@ -110,7 +110,7 @@ def test_a_real_export_is_seen() -> None:
 
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(stance.traces(sys._getframe()))
+            seen.append(compile_mode.traces(sys._getframe()))
             return x + 1
 
     torch.export.export(Looks(), (torch.ones(2),), strict=False)

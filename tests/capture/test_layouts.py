@@ -19,7 +19,7 @@ from ebbtide.capture.rules.uninitialised import fill_uninitialised
 from ebbtide.cost.attach import with_measured_costs
 from ebbtide.cost.call import Call, call_with, same_strides
 from ebbtide.cost.profile import UnexpectedResult, profile_calls
-from ebbtide.cost.room import NoRoom
+from ebbtide.cost.profiling_budget import NotProfiled
 from ebbtide.errors import BudgetError
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.torch_seams.fake_tensors import described_by
@@ -143,7 +143,7 @@ def test_a_kernel_is_asked_again_once_there_is_room_and_where_it_may_be_another(
     def run_alone(call: Call) -> object:
         asked.append(call.signature)
         if not room:
-            raise NoRoom("none")
+            raise NotProfiled("none")
         return call_honestly(call)
 
     call_honestly = layouts.run_alone

@@ -26,7 +26,7 @@ from torch._dynamo.exc import InternalTorchDynamoError, Unsupported
 import ebbtide
 from ebbtide.errors import CaptureError, InternalError
 from ebbtide.planners import Progress
-from ebbtide.torch_seams import dynamo, own_guards
+from ebbtide.torch_seams import dynamo, guard_makers
 from ebbtide.torch_seams.tracing import corrected_tracing
 
 Read = Callable[[Tensor], Tensor]
@@ -522,7 +522,7 @@ def test_a_read_that_cannot_be_asked_again_is_our_fault(monkeypatch: pytest.Monk
     def nowhere(name: str, in_globals: Any) -> Any:
         raise NameError(name)
 
-    monkeypatch.setattr(own_guards, "finder", lambda *_: lambda in_locals: nowhere("", in_locals))
+    monkeypatch.setattr(guard_makers, "finder", lambda *_: lambda in_locals: nowhere("", in_locals))
 
     class Scaled(nn.Linear):
         def __init__(self) -> None:

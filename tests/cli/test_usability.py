@@ -25,7 +25,7 @@ from ebbtide.case import Case
 from ebbtide.cli import app
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.options import OPTIONS, help_of, several_tiers
-from ebbtide.cli.refusals import told
+from ebbtide.cli.refusals import in_words
 from ebbtide.errors import BudgetError, UsageError
 from ebbtide.options import Options, texts
 from ebbtide.planners import Progress
@@ -118,16 +118,18 @@ resident, pinned by gelu (aten.gelu.default) at gpt.py:61. Ask for 2048 bytes"
     error = BudgetError(
         text, budget_bytes=1536, floor_bytes=0, smallest_bytes=2048, resident_bytes=0, pinned_by="nothing"
     )
-    assert told(error, ["doctor", "zoo:gpt"]).splitlines() == [
+    assert in_words(error, ["doctor", "zoo:gpt"]).splitlines() == [
         "ebbtide: a budget of 1.50 KiB (1536 bytes) is too small: it needs 2.00 KiB (2048 bytes, 41.74 %).",
         "  59.19 MiB are resident, pinned by gelu (aten.gelu.default) at gpt.py:61.",
         "  Ask for 2048 bytes",
         "  try: ebbtide doctor zoo:gpt --budget 2048B",
     ]
-    assert told(error, ["compare", "a b.json", "--budgets", "80%,60%"]).endswith("compare 'a b.json' --budgets 2048B")
-    assert told(UsageError("no. Never"), ["plan"]) == "ebbtide: no. Never"
+    assert in_words(error, ["compare", "a b.json", "--budgets", "80%,60%"]).endswith(
+        "compare 'a b.json' --budgets 2048B"
+    )
+    assert in_words(UsageError("no. Never"), ["plan"]) == "ebbtide: no. Never"
     inside = UsageError('fit(model, budget, optimizer=optimizer, step="inside", options=ebbtide.Options(max_norm=1.0))')
-    assert told(inside, ["plan"]) == "ebbtide: --optimizer adamw --step inside --max-norm 1.0"
+    assert in_words(inside, ["plan"]) == "ebbtide: --optimizer adamw --step inside --max-norm 1.0"
 
 
 def test_the_text_of_an_option_is_the_first_sentence_of_its_field() -> None:

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.measurement import card_peaks
-from ebbtide.measurement.between import BetweenGauge
 from ebbtide.measurement.card_peaks import give_back_peak, peaks_kept, reset_peak
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.reserved import Reserved
+from ebbtide.measurement.user_window import UserWindowGauge
 
 MIB = 2**20
 
@@ -149,7 +149,7 @@ def test_a_first_step_is_read_whole(card: Card) -> None:
     card.reset()  # the user's own, before the step
 
     seen: list[tuple[int, int, int, int]] = []
-    between = BetweenGauge("cuda", lambda *found: seen.append(found))
+    between = UserWindowGauge("cuda", lambda *found: seen.append(found))
     kept = _Held(card, 100 * MIB)  # what the forward leaves for the backward
     between.begin()
     loss = _Held(card, 20 * MIB)

@@ -43,7 +43,7 @@ def altered(change: Callable[[Any], Any]) -> Callable[[Path], None]:
         return change(value)
 
     def do(path: Path) -> None:
-        data = files.kept(path)
+        data = files.read_saved(path)
         assert data is not None
         seal(path, walk(data))
 
@@ -91,7 +91,7 @@ DEFECTS: dict[str, Callable[[Path], None]] = {
     "binary": lambda path: path.write_bytes(bytes(range(256)) * 64),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "nested": lambda path: path.write_text("[" * 100_000),
-    "no seal": lambda path: path.write_text(json.dumps({**(files.kept(path) or {})})),
+    "no seal": lambda path: path.write_text(json.dumps({**(files.read_saved(path) or {})})),
     "a flipped digit": a_flipped_digit,
     "a list": lambda path: seal(path, {}) or path.write_text("[]"),
     "without keys": lambda path: seal(path, {"schema": "ebbtide-costs/4"}),
@@ -164,7 +164,7 @@ def test_a_defect_is_a_miss(name: str, filled: Path) -> None:
     costs = CostCache(device_context("cpu"))
     (plan,) = (files.cache_directory() / "plans").glob("*.json")
     assert costs.load()
-    assert plan_cache._found(files.kept(plan) or {})
+    assert plan_cache._answer(files.read_saved(plan) or {})
     for path in (costs.path, plan):
         DEFECTS[name](path)
     if name == "unreadable" and os.geteuid() == 0:
@@ -173,7 +173,7 @@ def test_a_defect_is_a_miss(name: str, filled: Path) -> None:
     data = plan_cache._read(plan)
     if data is not None and name not in ("2^63", "1e308"):  # which only who takes the plan can judge
         with pytest.raises(plan_cache._DEFECTS):
-            plan_cache._found(data)
+            plan_cache._answer(data)
 
 
 @pytest.mark.parametrize("where", ["the directory is a file", "the locks are directories", "no such device"])
@@ -221,7 +221,7 @@ def test_a_write_that_fails_leaves_no_draft_and_the_old_file(
     except KeyboardInterrupt:
         assert isinstance(why, KeyboardInterrupt)
     monkeypatch.undo()
-    assert files.kept(path) == {"a": 1}
+    assert files.read_saved(path) == {"a": 1}
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -259,10 +259,10 @@ def test_a_writer_that_is_killed_leaves_a_whole_file_and_no_lock(tmp_path: Path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    before = files.kept(path)
+    before = files.read_saved(path)
     assert before
     assert files.keep(path, path.with_name("lock"), lambda: {**before, "b": 1})
-    assert files.kept(path) == {**before, "b": 1}
+    assert files.read_saved(path) == {**before, "b": 1}
 
 
 def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -271,4 +271,4 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     for each in processes:
         each.communicate(timeout=120)
         assert each.returncode == 0
-    assert len(files.kept(path) or {}) == 20
+    assert len(files.read_saved(path) or {}) == 20

@@ -120,8 +120,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
     def record(self: Fingerprints, buffer: int, tensor: torch.Tensor) -> None:
         honest(self, buffer, tensor)
-        if switch["on"] and buffer in self._known:
-            self._known[buffer] ^= 1
+        if switch["on"] and buffer in self._values:
+            self._values[buffer] ^= 1
 
     monkeypatch.setattr(Fingerprints, "record", record)
     return switch

@@ -24,7 +24,7 @@ import ebbtide
 from ebbtide.cost import profile, room
 from ebbtide.cost.call import Call, TensorSpec
 from ebbtide.cost.profile import profile_calls
-from ebbtide.cost.room import Room, within
+from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
 
 TESTS = Path(__file__).resolve().parents[1]
 NOISE = 128 * 2**10
@@ -127,12 +127,12 @@ BYTES = SIDE * SIDE * 4
 PRODUCT = Call(torch.ops.aten.mm.default, (SQUARE, SQUARE), {}, (SQUARE,), "mm")
 
 
-def taken(call: Call, there: Room) -> int:
+def taken(call: Call, there: ProfilingBudget) -> int:
     with ebbtide.measure() as nothing:  # the window of a measurement is the profiler's, of which there is one
         pass
     assert nothing.above_bytes == 0
     made: list[int] = []
-    with within(there), pytest.MonkeyPatch.context() as patch:
+    with profiling_within(there), pytest.MonkeyPatch.context() as patch:
 
         def counted(made_for: Call) -> Any:
             with ebbtide.measure() as arguments:
@@ -146,14 +146,14 @@ def taken(call: Call, there: Room) -> int:
 
 
 def test_what_is_free_is_taken() -> None:
-    assert taken(PRODUCT, Room()) == 2 * BYTES
+    assert taken(PRODUCT, ProfilingBudget()) == 2 * BYTES
 
 
 def test_what_is_not_free_is_borrowed() -> None:
     one, other = torch.randn(SIDE * SIDE), torch.randn(SIDE, SIDE).t()
     before = one.clone(), other.clone()
-    assert taken(PRODUCT, Room(2 * BYTES, [one, other])) == 0
-    assert taken(PRODUCT, Room(2 * BYTES, [one])) == 0, "one may lend twice where there is no other"
+    assert taken(PRODUCT, ProfilingBudget(2 * BYTES, [one, other])) == 0
+    assert taken(PRODUCT, ProfilingBudget(2 * BYTES, [one])) == 0, "one may lend twice where there is no other"
     assert torch.equal(one, before[0])
     assert torch.equal(other, before[1])
 
@@ -164,16 +164,16 @@ def test_only_memory_of_the_same_type_and_enough_of_it_is_borrowed() -> None:
         torch.randn(SIDE, SIDE, dtype=torch.float64),
         torch.zeros(SIDE, SIDE, dtype=torch.int32),
     ]
-    assert taken(PRODUCT, Room(BYTES, lenders)) == 2 * BYTES
+    assert taken(PRODUCT, ProfilingBudget(BYTES, lenders)) == 2 * BYTES
 
 
 def test_what_is_written_to_borrows_nothing() -> None:
     call = Call(torch.ops.aten.add_.Tensor, (SQUARE, SQUARE), {}, (SQUARE,), "add_")
     weight = torch.ones(SIDE, SIDE)
-    assert taken(call, Room(3 * BYTES, [weight])) == 2 * BYTES
+    assert taken(call, ProfilingBudget(3 * BYTES, [weight])) == 2 * BYTES
     assert bool((weight == 1).all())
 
 
 def test_integers_that_do_not_fit_are_estimated() -> None:
     call = Call(torch.ops.aten.neg.default, (TensorSpec((SIDE,), (1,), torch.int64, "cpu"),), {}, (), "neg")
-    assert taken(call, Room(8, [torch.zeros(SIDE, dtype=torch.int64)])) == -1
+    assert taken(call, ProfilingBudget(8, [torch.zeros(SIDE, dtype=torch.int64)])) == -1

@@ -17,11 +17,11 @@ from torch import nn
 
 import ebbtide
 from ebbtide.capture import trace
-from ebbtide.engine import flights
+from ebbtide.engine import pending_steps
 from ebbtide.engine.captured_steps import CapturedSteps
 from ebbtide.engine.compiled import Capture
 from ebbtide.engine.fitted_class import FITTED
-from ebbtide.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
+from ebbtide.torch_seams.code_guards import _Watched  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.fixture
@@ -72,17 +72,17 @@ def test_a_finalizer_that_is_interrupted_leaves_no_forward_in_flight(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = flights.kept_bytes()
+    before = pending_steps.kept_bytes()
     loss = model(torch.randn(4, 8)).sum()
-    assert flights.kept_bytes() > before
-    home = FITTED[model].flights
-    assert flights.aloft(home)
+    assert pending_steps.kept_bytes() > before
+    home = FITTED[model].pending
+    assert pending_steps.pending_around(home)
     with monkeypatch.context() as patched:
-        patched.setattr(flights.Flight, "give_up", interrupted)
+        patched.setattr(pending_steps.PendingStep, "abandon", interrupted)
         del loss
         gc.collect()
-    assert flights.aloft(home) == []
-    assert flights.kept_bytes() == before
+    assert pending_steps.pending_around(home) == []
+    assert pending_steps.kept_bytes() == before
     assert not home
 
 
@@ -168,7 +168,7 @@ def test_an_interrupt_while_a_call_looks_at_its_guards_comes_before_its_forward(
             assert not _lives_on(model), "what it raised would keep the batch, for which later steps have no room"
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert flights.aloft(FITTED[model].flights) == []
+    assert pending_steps.pending_around(FITTED[model].pending) == []
     model.zero_grad()
     model(x).sum().backward()
     assert ebbtide.calls_of(model).planned == 2

@@ -158,7 +158,7 @@ def test_and_in_the_second_such_step_where_others_came_first(loop: Loop) -> None
     model, optimizer = _fitted()
     for _ in range(8):
         _step(model, optimizer, _plain)
-    assert not FITTED[model].arrivals.watches
+    assert not FITTED[model].gradient_watcher.watches
     _step(model, optimizer, loop)
     _refused(model, optimizer, loop, "two kinds")
 
@@ -283,7 +283,7 @@ def test_gradients_written_by_hand_are_counted(planned: int) -> None:
 
 def test_hooks_are_there_while_a_backward_was_not_planned_and_for_some_steps_more() -> None:
     model, optimizer = _fitted()
-    arrivals = FITTED[model].arrivals
+    arrivals = FITTED[model].gradient_watcher
     for steps in (8, 8 * 16):
         for _ in range(steps):
             assert arrivals.watches
@@ -546,7 +546,7 @@ def test_parameters_that_are_changed_by_their_data_take_gradients_of_their_new_s
     """Autograd's leaf knows the shape that a parameter had when it was made, as long as somebody has the leaf."""
     model, optimizer = _fitted()
     _step(model, optimizer, _another_model)
-    assert FITTED[model].arrivals.watches
+    assert FITTED[model].gradient_watcher.watches
     optimizer.zero_grad()
     model.body[0].weight.data = torch.randn(24, 16)
     model.body[0].bias.data = torch.randn(24)
@@ -561,4 +561,4 @@ def test_a_model_may_be_fitted_where_no_gradients_are(context: Callable[[], Any]
     model = nn.Sequential(nn.Linear(16, 4))
     with context():
         ebbtide.fit(model, "100%", progress=None, options=ebbtide.Options(effort=10))
-    assert FITTED[model].arrivals.watches
+    assert FITTED[model].gradient_watcher.watches

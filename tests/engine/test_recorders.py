@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.measurement.between import BetweenGauge
 from ebbtide.measurement.cpu_allocations import AllocationRecorder, ProfilerActive, profiler_active
 from ebbtide.measurement.peak import StepGauge
+from ebbtide.measurement.user_window import UserWindowGauge
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_gauges_do_without_where_another_thread_records() -> None:
                 gauge.begin()
                 gauge.end()
             assert gauge.disturbed
-            between = BetweenGauge("cpu", lambda *_: pytest.fail("nothing was seen"))
+            between = UserWindowGauge("cpu", lambda *_: pytest.fail("nothing was seen"))
             between.begin()
             assert not between.open
 

@@ -335,9 +335,9 @@ def test_a_graph_dropped_without_backward_leaves_no_bytes() -> None:
         backward(model, seed)
     fitted = FITTED[model]
     loss = model(rows(5))
-    assert fitted.flights.in_the_air
+    assert fitted.pending.by_number
     del loss
-    assert not fitted.flights.in_the_air
+    assert not fitted.pending.by_number
     with ebbtide.measure(model, rows()) as gauge:
         loss = model(rows(6))
         del loss

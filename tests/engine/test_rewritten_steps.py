@@ -17,7 +17,7 @@ import ebbtide
 from ebbtide import options
 from ebbtide.capture.rules import layouts
 from ebbtide.cost.call import Call, call_with
-from ebbtide.cost.room import NoRoom, Room, arguments_for, within
+from ebbtide.cost.profiling_budget import NotProfiled, ProfilingBudget, arguments_for, profiling_within
 from ebbtide.errors import BudgetError, PlanFileError, PlanMismatch, UsageError
 from ebbtide.rewrites import choices, facts
 from ebbtide.torch_seams import fake_tensors
@@ -333,9 +333,9 @@ def test_two_forwards_before_a_backward() -> None:
 def test_nothing_is_tried_out_that_the_budget_has_no_room_for() -> None:
     """Ops of the captured step take more than a budget below its least: they are priced without running them."""
     large = call_with(torch.ops.aten.relu.default, (torch.empty(1000),), {}, [torch.empty(1000)])
-    with within(Room(7_999, strict=True)), pytest.raises(NoRoom):
+    with profiling_within(ProfilingBudget(7_999, strict=True)), pytest.raises(NotProfiled):
         arguments_for(large)
-    with within(Room(8_000, strict=True)):
+    with profiling_within(ProfilingBudget(8_000, strict=True)):
         arguments_for(large)
 
 

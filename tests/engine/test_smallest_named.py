@@ -191,12 +191,12 @@ def test_what_a_process_with_room_names_holds_in_one_that_knows_nothing(
 
 
 def test_no_room_is_not_a_room_that_nobody_knows_of() -> None:
-    from ebbtide.cost.room import Room, free_bytes, within
+    from ebbtide.cost.profiling_budget import ProfilingBudget, free_bytes, profiling_within
 
-    with within(Room(0)):
+    with profiling_within(ProfilingBudget(0)):
         assert free_bytes() == 0
-    with within(Room(None)):
+    with profiling_within(ProfilingBudget(None)):
         assert free_bytes() == float("inf")
-    assert not Room(0).holds(1)
-    assert Room(None).holds(1)
-    assert Room(0, trial_bytes=2).holds(2)
+    assert not ProfilingBudget(0).holds(1)
+    assert ProfilingBudget(None).holds(1)
+    assert ProfilingBudget(0, refused_bytes=2).holds(2)

@@ -42,7 +42,7 @@ def test_demo_keeps_its_promises_at_half_of_the_peak(tmp_path: Path) -> None:
 def test_no_measured_figure_contradicts_a_claim_and_a_broken_promise_is_shown() -> None:
     told: list[str] = []
     record, plan = run_demo(DemoConfig(steps=4, layers=1, width=64, length=64, batch=8, budget="80%"), told.append)
-    assert record.kept
+    assert record.within_budget
     assert re.fullmatch(r"step 3 of 4, about .* left", told[-4])
     assert "left" not in told[0]
     for bound in (0.14, 0.01, None):
@@ -58,7 +58,7 @@ def test_no_measured_figure_contradicts_a_claim_and_a_broken_promise_is_shown() 
             assert "costs: given" in plan.bound_class
         assert ("the measured 5.00 % is of other costs" in text) == (bound == 0.14)
     broken = replace(record, losses_equal=False)
-    assert not broken.kept
+    assert not broken.within_budget
     stream = StringIO()
     write_demo(broken, stream)
     assert "BROKEN  losses of all 4 steps" in stream.getvalue()

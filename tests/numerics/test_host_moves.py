@@ -1,7 +1,7 @@
 """Steps that move through the host tier, its streams replaced by ones that do everything at once, on CPU.
 
 What a device does in which order is tested with the fake device (``tests/transfers/test_host.py``) and on cards. This
-is about the rest of the way: plans, lowered graphs, flights, and that nothing is kept beyond its free.
+is about the rest of the way: plans, lowered graphs, pending steps, and that nothing is kept beyond its free.
 """
 
 from __future__ import annotations

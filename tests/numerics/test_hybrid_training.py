@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.engine.fitted_class import FITTED
-from ebbtide.engine.flights import returned_tensors
+from ebbtide.engine.pending_steps import returned_tensors
 from ebbtide.errors import BudgetError, PlanMismatch, TierError, UsageError
 from ebbtide.transfers import links
 from ebbtide.zoo import GPTConfig, gpt
@@ -175,8 +175,8 @@ def test_losses_that_no_walk_finds(tmp_path: Path) -> None:
     model = Boxed(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())), MeanSquare())
     model.depth, x = 5, torch.randn(256, 64)
     ebbtide.fit(model, "60%", tiers=f"disk:{tmp_path}", options=ebbtide.Options(effort=100))
-    flights = FITTED[model].flights
-    flights.unseen = deque(maxlen=1)
+    pending = FITTED[model].pending
+    pending.without_node = deque(maxlen=1)
     first, second = model(x), model(x)
     plan = ebbtide.plan_of(model)
     assert plan is not None

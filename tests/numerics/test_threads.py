@@ -13,7 +13,7 @@ from torch import nn
 import ebbtide
 from ebbtide.engine.executor import choose_checks
 from ebbtide.engine.fitted_class import FITTED
-from ebbtide.engine.flights import Flight
+from ebbtide.engine.pending_steps import PendingStep
 
 SCRIPT = """
 import copy, threading, torch, ebbtide
@@ -202,17 +202,17 @@ def test_a_flight_that_is_being_proven_is_left_alone_until_it_came_to_nothing() 
     loss = model(x)  # a new plan, in the air and being proven
     executable = step.executable
     assert executable is not None
-    flights = FITTED[model].flights
-    second = Flight(executable, flights)
+    pending = FITTED[model].pending
+    second = PendingStep(executable, pending)
     choose_checks(second, "cpu")
-    assert not second.proves, "two flights would share the names of their buffers"
+    assert not second.proves, "two pending steps would share the names of their buffers"
     del loss
-    first = Flight(executable, flights)
+    first = PendingStep(executable, pending)
     choose_checks(first, "cpu")  # its forward has not returned, as in another thread
     assert first.proves
     choose_checks(second, "cpu")
     assert first.proves
     assert not second.proves
-    first.give_up()  # its forward raised
+    first.abandon()  # its forward raised
     choose_checks(second, "cpu")
     assert second.proves

@@ -21,8 +21,8 @@ from ebbtide.measurement.resident import tensors_in
 from ebbtide.optimizer.cost.step_bytes import step_bytes
 from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
 from ebbtide.optimizer.state.future_bytes import future_state_sizes
+from ebbtide.torch_seams.code_guards import _Watched  # pyright: ignore[reportPrivateUsage]
 from ebbtide.torch_seams.offloaded import is_offloaded
-from ebbtide.torch_seams.unguarded_code import _Watched  # pyright: ignore[reportPrivateUsage]
 from ebbtide.transfers.disk import disk_tier
 
 WIDTH = 256

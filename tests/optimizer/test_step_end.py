@@ -312,7 +312,7 @@ def test_sums_of_several_types_take_what_they_cast() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:another forward of this model is in flight")
-def test_forwards_in_the_air_are_gone_when_the_optimizer_steps() -> None:
+def test_forwards_pending_are_gone_when_the_optimizer_steps() -> None:
     model, x = wide()
     optimizer = MAKE["adamw at once"](model.parameters())
     plain = ebbtide.plan(model, (x,), budget="1GiB", options=ebbtide.Options(optimizer=optimizer, progress=None))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ebbtide.planners import Problem
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.search.exact import LEAST_ROWS, OPS, start_from_model
-from ebbtide.planners.search.greedy import Found, start_from
+from ebbtide.planners.search.greedy import Incumbent, start_from
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from oracle.brute_force import optimal_overhead
@@ -26,7 +26,7 @@ def test_small_programs_get_the_optimum(program: Program, share: float) -> None:
     budget = int(floor + share * (unplanned_bytes(program) - floor))
     if budget >= unplanned_bytes(program):
         return  # nothing to choose: a model without columns
-    found = Found(Problem(program, budget))
+    found = Incumbent(Problem(program, budget))
     start_from_model(found, ENOUGH)
     best = optimal_overhead(program, budget, ascending=True)
     if best is None:
@@ -38,7 +38,7 @@ def test_small_programs_get_the_optimum(program: Program, share: float) -> None:
 @pytest.mark.parametrize(("length", "work"), [(8, 0), (8, LEAST_ROWS), (OPS, ENOUGH)])
 def test_what_was_known_is_kept(length: int, work: int) -> None:
     program = chain(length)
-    found = Found(Problem(program, unplanned_bytes(program) // 2))
+    found = Incumbent(Problem(program, unplanned_bytes(program) // 2))
     assert start_from(found, [])
     before = found.overhead
     start_from_model(found, work)

@@ -66,13 +66,13 @@ def test_starts_with_slower_lanes_make_no_plan_worse(rate: float, monkeypatch: p
 def test_a_large_program_has_more_work_for_its_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
     program = layered(20)
     given = list[float]()
-    allow = portfolio._Found.allow
+    allow = portfolio._Incumbent.allow
 
-    def noted(self: portfolio._Found, times: float = 1.0) -> None:
+    def noted(self: portfolio._Incumbent, times: float = 1.0) -> None:
         given.append(times)
         allow(self, times)
 
-    monkeypatch.setattr(portfolio._Found, "allow", noted)
+    monkeypatch.setattr(portfolio._Incumbent, "allow", noted)
     problem = Problem(program, int(0.5 * unplanned_bytes(program)), machine=linked(0.6), tiers=("host",), effort=100)
     planner_named("auto")(problem)
     assert set(given) == {1.0}

@@ -11,7 +11,7 @@ from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.chains.bound import path_bound, path_bounds
 from ebbtide.planners.chains.find import chains_of, paths_of
 from ebbtide.planners.chains.plan import path_reruns, start_from_paths
-from ebbtide.planners.search.greedy import Found
+from ebbtide.planners.search.greedy import Incumbent
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.step import legality
 from ebbtide.step.program import Program
@@ -118,6 +118,6 @@ def test_plans_of_any_path_can_be_loaded(program: Program, share: float):
 def test_programs_with_branches_are_no_chains():
     program = random_chain(0)
     assert list(chains_of(program))
-    found = Found(Problem(program, unplanned_bytes(program)))
+    found = Incumbent(Problem(program, unplanned_bytes(program)))
     start_from_paths(found)
     assert found.bound == 0.0

@@ -250,9 +250,9 @@ def test_where_facts_hold_slices_have_the_bits_of_the_whole(
             step, _ = captured_of(made("sloped", dtype), data(dtype, length=length))
             (region,) = find_regions(step, Attention)[0]
             for call in calls_of(region):
-                given = [drawn(each.meta["val"]) for each in call.given]
+                given = [drawn(each.meta["val"]) for each in call.inputs]
                 captured = fx.Graph()
-                known = {each: captured.placeholder(f"given_{i}") for i, each in enumerate(call.given)}
+                known = {each: captured.placeholder(f"given_{i}") for i, each in enumerate(call.inputs)}
                 for each in _behind(call.results, known):
                     known[each] = captured.node_copy(each, known.__getitem__)
                 captured.output(tuple(known[each] for each in call.results))
@@ -327,7 +327,7 @@ def test_what_looks_alike_is_left_with_the_reason(model: nn.Module, why: str) ->
     step, _ = captured_of(model, data())
     assert find_regions(step, Attention)[0] == []
     assert list(RULE.candidates(step)) == []
-    assert why in RULE.left(step)[0].why
+    assert why in RULE.skipped(step)[0].why
 
 
 class BesideMore(Attends):

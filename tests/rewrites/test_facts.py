@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ebbtide
-from ebbtide.cost.room import Room, within
+from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
 from ebbtide.errors import BudgetError
 from ebbtide.measurement.cpu_allocations import AllocationRecorder
 from ebbtide.measurement.peak import peak_above
@@ -49,17 +49,17 @@ def test_a_fact_is_measured_once_and_kept(holds: bool, monkeypatch: pytest.Monke
 
 def test_without_room_nobody_knows() -> None:
     fact, calls = counted(True, size=1000)
-    with within(Room(999)):
+    with profiling_within(ProfilingBudget(999)):
         assert measured([fact], "cpu") == {fact.signature: None}
     assert not calls
-    with within(Room(int(1000 * facts._BESIDES))):
+    with profiling_within(ProfilingBudget(int(1000 * facts._BESIDES))):
         assert measured([fact], "cpu") == {fact.signature: True}
 
 
 def test_without_room_a_smaller_one_will_do() -> None:
     smaller, calls = counted(True, size=10)
     fact, large = counted(False, size=1000, smaller=smaller)
-    with within(Room(100)):
+    with profiling_within(ProfilingBudget(100)):
         assert measured([fact], "cpu") == {fact.signature: True}
     assert (len(calls), len(large)) == (1, 0)
     assert measured([fact], "cpu") == {fact.signature: False}

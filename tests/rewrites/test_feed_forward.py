@@ -225,7 +225,7 @@ def test_where_facts_hold_slices_have_the_bits_of_the_whole(dtype: torch.dtype, 
             step, _ = captured_of(model, torch.zeros(rows, width, dtype=dtype))
             (region,) = find_regions(step, FeedForward)[0]
             for call in calls_of(region):
-                given = [drawn(tuple(v.shape), tuple(v.stride())) for v in (each.meta["val"] for each in call.given)]
+                given = [drawn(tuple(v.shape), tuple(v.stride())) for v in (each.meta["val"] for each in call.inputs)]
                 whole = call.target(10**6, *given)
                 for size in (64, 100, 128):
                     if all(fact.holds() for fact in slice_facts(call, size)):
@@ -253,7 +253,7 @@ def test_what_looks_alike_is_left_with_the_reason(made: type[Layers], why: str) 
     step, _ = captured_of(made("gelu"), data())
     assert find_regions(step, FeedForward)[0] == []
     assert list(RULE.candidates(step)) == []
-    assert why in RULE.left(step)[0].why
+    assert why in RULE.skipped(step)[0].why
 
 
 def test_layers_that_pin_nothing_are_left_alone() -> None:

@@ -15,8 +15,8 @@ from ebbtide.capture.joint import Captured, reread
 from ebbtide.capture.offline import capture
 from ebbtide.cost.attach import with_measured_costs
 from ebbtide.cost.profile import profile_calls
+from ebbtide.cost.profiling_budget import ProfilingBudget, arguments_for, profiling_within
 from ebbtide.cost.roofline import flops_of
-from ebbtide.cost.room import Room, arguments_for, within
 from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
@@ -136,7 +136,7 @@ def test_made_up_hidden_states_make_logits_whose_softmax_is_all_normal_numbers()
             names = [each.name for each in schema_of(call.target).arguments]
             if "h" not in names:
                 continue
-            with within(Room(0, [large])):
+            with profiling_within(ProfilingBudget(0, [large])):
                 args, _ = arguments_for(call)
             h, wt = args[names.index("h")], args[names.index("wt")]
             assert wt.untyped_storage().data_ptr() == large.untyped_storage().data_ptr()

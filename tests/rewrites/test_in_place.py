@@ -347,7 +347,7 @@ def test_the_proof_sees_what_must_not_be_written_over(why: str, monkeypatch: pyt
     monkeypatch.setattr(chains._Finder, "_is_taken_over", lambda *_: True)
     found = chains._Finder(step, False, None)
     found.stays = frozenset()
-    taken = list(found.found())
+    taken = list(found.chains())
     monkeypatch.setattr("ebbtide.rewrites.in_place.rule.chains_of", lambda *_, **__: taken)
     candidate = next(RULE.candidates(step))
     with pytest.raises((RewriteError, RuntimeError, UserWarning)):  # or it cannot even be written

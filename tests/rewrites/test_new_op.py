@@ -50,7 +50,7 @@ def with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_row_it_is_no_part_of_a_region() -> None:
-    assert ATTENTION.left(captured()) == []  # there is no softmax, so nobody takes it for an attention
+    assert ATTENTION.skipped(captured()) == []  # there is no softmax, so nobody takes it for an attention
     assert list(ATTENTION.candidates(captured())) == []
 
 
@@ -62,7 +62,7 @@ def test_a_row_is_enough_to_find_it_to_prove_it_and_to_compute_the_same_bits() -
     for candidate in ATTENTION.candidates(step):
         assert len(ATTENTION.prove(step, ATTENTION.rewritten(step, candidate))) == 2
     for call in calls_of(region):
-        given = [torch.randn(each.meta["val"].shape).as_strided(*_layout(each)) for each in call.given]
+        given = [torch.randn(each.meta["val"].shape).as_strided(*_layout(each)) for each in call.inputs]
         whole = call.target(10**6, *given)
         for size in (1, 2, 3):
             assert all(fact.holds() for fact in slice_facts(call, size))

@@ -26,7 +26,17 @@ from ebbtide.errors import CaptureError
 from ebbtide.measurement.cpu_allocations import AllocationRecorder, profiler_active
 from ebbtide.torch_seams.autograd import BackwardWatch
 from ebbtide.torch_seams.fake_tensors import FakeTensorMode, quiet_log
-from ebbtide.torch_seams.patches import Attribute, Item, Patch, Place, Setting, open_patches, patched, places, wrapped
+from ebbtide.torch_seams.patches import (
+    Attribute,
+    Item,
+    Patch,
+    PatchTarget,
+    Setting,
+    open_patches,
+    patched,
+    places,
+    wrapped,
+)
 
 CUDA = (8, 0)
 
@@ -221,7 +231,7 @@ def _interrupted_at(line: int) -> Iterator[list[int]]:
     count = [0]
 
     def trace(frame: types.FrameType, event: str, _: Any) -> Any:
-        if "torch_seams" not in frame.f_code.co_filename and not frame.f_code.co_filename.endswith("turns.py"):
+        if "torch_seams" not in frame.f_code.co_filename and not frame.f_code.co_filename.endswith("deferred_queue.py"):
             return None
         code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         if event == "line" and not code.strip().startswith("with"):
@@ -238,7 +248,7 @@ def _interrupted_at(line: int) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-def _use(place: Place, value: Any) -> None:
+def _use(place: PatchTarget, value: Any) -> None:
     with patched(place, value):
         pass
 

@@ -14,8 +14,8 @@ import torch
 from ebbtide.errors import TierError, UsageError
 from ebbtide.tiers import Tier, parse_tiers
 from ebbtide.transfers.disk import DiskTier, Region, disk_tier, refuse_directory
+from ebbtide.transfers.paths import MOST_FREE
 from ebbtide.transfers.tiers import open_tiers
-from ebbtide.transfers.ways import MOST_FREE
 
 
 def test_what_is_written_comes_back_whatever_its_strides(tmp_path: Path):

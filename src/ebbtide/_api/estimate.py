@@ -182,7 +182,7 @@ class AheadStep:
         resident: what ``resident_bytes`` are made of, by kind; empty where that is not known.
         layer_types: the class of each of the model's modules, by its path; likewise.
         alternatives: to the program.
-        left: where something looks as if it could be rewritten, and why it is left.
+        skipped: where something looks as if it could be rewritten, and why it is left.
         measure_facts: finds out what its rewrites rest on, and keeps it for later; in words, and whether it holds.
     """
 
@@ -196,7 +196,7 @@ class AheadStep:
     resident: Mapping[str, int] = field(default_factory=dict[str, int])
     layer_types: Mapping[str, str] = field(default_factory=dict[str, str])
     alternatives: Sequence[Alternative] = ()
-    left: Sequence[tuple[str, str]] = ()
+    skipped: Sequence[tuple[str, str]] = ()
     measure_facts: Callable[[], Iterator[tuple[str, bool | None]]] = lambda: iter(())
 
     @property
@@ -301,7 +301,7 @@ def capture_ahead(
         if options.offload_optimizer and optimizer is not None:
             state = forecast_offload(optimizer, [model, args, kwargs], device, tiers[0])
         else:
-            state = _resident_state(optimizer, device, inside=options.inside)
+            state = _resident_state(optimizer, device, in_backward=options.inside)
         reserve = reserve_bytes(program, device, verify=options.verify)
         held = 0
         if target is not None and target.device == "cuda":
@@ -324,7 +324,7 @@ def capture_ahead(
             provenance,
             optimizer="" if optimizer is None else class_names(optimizer),
             offloaded=state.note,
-            optimizer_step=state.stepping,
+            optimizer_step=state.step_word,
         ),
         state.end,
         {**resident, "cuBLAS workspace": held},
@@ -350,12 +350,12 @@ def _classes_in(model: torch.nn.Module) -> dict[str, str]:
     return {path: type(module).__name__ for path, module in named}
 
 
-def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, inside: bool) -> OffloadForecast:
+def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, in_backward: bool) -> OffloadForecast:
     """All of it stays, also what is to come."""
     if optimizer is None:
         return OffloadForecast([], 0, NOTHING_AFTER, "")
     state, to_come = list(tensors_in(optimizer)), future_state_bytes(optimizer)
-    if inside:
+    if in_backward:
         return OffloadForecast(state, to_come, NOTHING_AFTER, "", IN_THE_STEP)
     taken = step_bytes(optimizer, device)
     return OffloadForecast(state, to_come, end_of(optimizer, taken), "", taken_of(taken))

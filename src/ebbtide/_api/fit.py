@@ -49,8 +49,8 @@ from ebbtide.tiers import parse_tiers
 from ebbtide.torch_seams.optimizers import gradient_of
 from ebbtide.torch_seams.storages import parameters_in
 from ebbtide.transfers.links import this_machine
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.tiers import open_tiers
-from ebbtide.transfers.ways import Way
 from ebbtide.units import Budget
 
 __all__ = ["calls_of", "fit", "no_update", "plan_of", "set_budget", "set_optimizer", "step_of", "total_norm", "unfit"]
@@ -119,7 +119,7 @@ def fit(
     if asked.inside:
         refuse_to_step_inside(optimizer, asked.scaler)
     FITTED[model] = fitted = _known_of(model, limit, given, asked, optimizer, opened)
-    fitted.arrivals.watch(parameters_in(model))
+    fitted.gradient_watcher.watch(parameters_in(model))
     set_class(model, fitted_class(type(model)))
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)
@@ -146,8 +146,8 @@ def _require_made(optimizer: object) -> torch.optim.Optimizer | None:
     )
 
 
-def _refuse_two_plans(given: Plan | None, start: Plan | None) -> None:
-    if given is not None and start is not None:
+def _refuse_two_plans(plan: Plan | None, start: Plan | None) -> None:
+    if plan is not None and start is not None:
         raise UsageError(
             "fit takes a plan to run or a plan to start from, not both: give a budget with "
             "options=ebbtide.Options(start=plan)",
@@ -159,13 +159,13 @@ def _refuse_two_plans(given: Plan | None, start: Plan | None) -> None:
 def _known_of(
     model: torch.nn.Module,
     limit: Budget,
-    given: Plan | None,
+    plan: Plan | None,
     options: Options,
     optimizer: torch.optim.Optimizer | None,
-    tiers: dict[str, Way],
+    tiers: dict[str, TransferPath],
 ) -> FittedModel:
     """What is known of ``model`` before its first call, all refusals behind it."""
-    planned_here = given is None
+    planned_here = plan is None
     planning = replace(
         PlanningOptions.of(options),
         cache=PlanCache(),
@@ -185,11 +185,11 @@ def _known_of(
             first_rewrites=options.first_rules,
             tiers=tiers,
         ),
-        request=Request(limit, given),
+        request=Request(limit, plan),
         optimizers=OptimizerLink(
             optimizer,
             offloaded=None if moves is None else BudgetedOffload(moves, next(iter(tiers.values()))),
-            inside=None if updates is None else OptimizerInBackward(updates, options.clipping, options.scaler),
+            in_backward=None if updates is None else OptimizerInBackward(updates, options.clipping, options.scaler),
         ),
         calls=Calls(
             fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
@@ -198,7 +198,7 @@ def _known_of(
     )
 
 
-def _require_tiers(plan: Plan | None, tiers: Mapping[str, Way], otherwise: str) -> None:
+def _require_tiers(plan: Plan | None, tiers: Mapping[str, TransferPath], otherwise: str) -> None:
     """Refuse a plan that moves tensors to a tier that is not among ``tiers``.
 
     Raises:
@@ -211,7 +211,7 @@ def _require_tiers(plan: Plan | None, tiers: Mapping[str, Way], otherwise: str) 
         )
 
 
-def _machine_at_hand(model: torch.nn.Module, tiers: Mapping[str, Way]) -> Machine | None:
+def _machine_at_hand(model: torch.nn.Module, tiers: Mapping[str, TransferPath]) -> Machine | None:
     with on_device_of([model]):
         return this_machine(tiers, device_of([model]))
 
@@ -280,9 +280,9 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
         )
     refuse_foreign_optimizer(model, optimizer)
     link, tiers = fitted.optimizers, fitted.configuration.tiers
-    if link.inside is not None and optimizer is not link.told:
-        refuse_to_step_inside(optimizer, link.inside.scaler)
-    before = None if optimizer is link.told else link.offloaded
+    if link.in_backward is not None and optimizer is not link.given:
+        refuse_to_step_inside(optimizer, link.in_backward.scaler)
+    before = None if optimizer is link.given else link.offloaded
     if before is not None:
         refuse_to_offload(optimizer, tiers)
     fitted.set_optimizer(optimizer)
@@ -323,8 +323,8 @@ def unfit(model: ModelT) -> ModelT:
     """
     fitted = _fitted(model, "unfit")
     del FITTED[model]
-    fitted.flights.disturb()
-    fitted.arrivals.end()
+    fitted.pending.disturb()
+    fitted.gradient_watcher.end()
     set_class(model, fitted.plain_class)
     fitted.optimizers.close()
     return model
@@ -344,7 +344,7 @@ def no_update(model: torch.nn.Module) -> AbstractContextManager[None]:
     Raises:
         UsageError: if the model is not fitted.
     """
-    inside = _fitted(model, "no_update").optimizers.inside
+    inside = _fitted(model, "no_update").optimizers.in_backward
     return nullcontext() if inside is None else inside.accumulating()
 
 
@@ -360,7 +360,7 @@ def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
     Raises:
         UsageError: if the model is not fitted, or without ``max_norm``.
     """
-    inside = _fitted(model, "total_norm").optimizers.inside
+    inside = _fitted(model, "total_norm").optimizers.in_backward
     if inside is None or inside.clipping is None:
         raise UsageError(
             "the model is fitted without max_norm, so its steps take no norm of its gradients; "

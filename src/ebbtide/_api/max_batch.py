@@ -204,7 +204,7 @@ class _Search:
         self.failed: dict[int, str] = {}
         self.unplanned = 0
         self._fitted = 0  # the largest that had a plan, of a captured step or of one between
-        self._found: dict[int, Plan] = {}  # plans of all that had one
+        self._plans: dict[int, Plan] = {}  # plans of all that had one
 
     @property
     def captures(self) -> tuple[tuple[int, bool], ...]:
@@ -221,14 +221,14 @@ class _Search:
         """The captured step of ``batch``."""
         if batch not in self._steps:
             self._progress(Progress(f"capturing {self._vary} {batch}"))
-            case = self._made(batch)
+            case = self._inputs(batch)
             if not isinstance(case, Case):  # a user's function may return anything
                 raise UsageError(f"make_case({batch}) returned {type(case).__name__}; return ebbtide.Case(model, args)")
             options = replace(self._options.for_case(case), progress=silent)
             self._steps[batch] = capture_ahead(case.model, case.args, case.kwargs, options=options, name=case.name)
         return self._steps[batch]
 
-    def _made(self, batch: int) -> object:
+    def _inputs(self, batch: int) -> object:
         """What ``make_case`` gives for a batch.
 
         Raises:
@@ -256,7 +256,7 @@ class _Search:
             if self._interrupted:  # which proves nothing
                 raise _Interrupted
             return None
-        self._found[batch] = plan
+        self._plans[batch] = plan
         self._fitted = max(self._fitted, batch)
         self._progress(Progress(f"{self._vary} {batch} fits", best_overhead=plan.overhead))
         return plan
@@ -320,12 +320,12 @@ class _Search:
 
     def _at_hand(self) -> int:
         """The largest batch that was found to fit and, captured if it was not, does."""
-        known_to_fit = set(self._found) | ({self.unplanned} if self.unplanned else set[int]())
+        known_to_fit = set(self._plans) | ({self.unplanned} if self.unplanned else set[int]())
         for batch in sorted(known_to_fit, reverse=True):
             if self.plans.get(batch) is not None:
                 return batch
             try:
-                step, known = self.step(batch), self._found.get(batch)
+                step, known = self.step(batch), self._plans.get(batch)
             except _NotMade:
                 continue
             self._progress(Progress(f"planning {self._vary} {batch} from what is known"))
@@ -386,10 +386,10 @@ class _Search:
             return 1
         return max(int(2 + 2 * (self._budget.bytes - low) / (high - low)), 1)
 
-    def _guess(self, between: Callable[[int], AheadStep], start: int, *, near: bool) -> int:
+    def _guess(self, ahead: Callable[[int], AheadStep], start: int, *, near: bool) -> int:
         """The largest batch that fits by interpolation, looked for from ``start``; about, unless it is ``near``."""
         coarse = 1 if near else max(start // COARSE, 1)
-        return largest(lambda batch: self.plan_of(between(batch), batch) is not None, start, coarse)
+        return largest(lambda batch: self.plan_of(ahead(batch), batch) is not None, start, coarse)
 
     def _unplanned_fits(self, step: AheadStep) -> bool:
         assert self._budget.bytes is not None

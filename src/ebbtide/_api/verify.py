@@ -16,7 +16,7 @@ from ebbtide.capture.trace import forward_of
 from ebbtide.cost.attach import is_measured_form
 from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.executable import executable_of
-from ebbtide.engine.flights import Flight, Flights
+from ebbtide.engine.pending_steps import PendingStep, PendingSteps
 from ebbtide.engine.validity import Validity
 from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import PlanMismatch, UsageError
@@ -203,15 +203,15 @@ class Verifier:
     def _run_planned(self, state: _State, plan: Plan) -> _Result:
         tiers = open_tiers(self._tiers or parse_tiers(list(plan.tiers)), self._device)
         resting_on = Validity(
-            request=0, provisional=False, accumulates=False, updates=False, settings=(), moves=plan.schedule.moves
+            request=0, tentative=False, accumulates=False, updates=False, settings=(), moves=plan.schedule.moves
         )
         executable = executable_of(self._step(plan), plan, resting_on, device=self._device, verify=False, tiers=tiers)
-        flights = Flights()
+        pending_steps = PendingSteps()
 
         def call() -> Any:
-            flight = Flight(executable, flights)
-            outputs, detached = self._capture(self._call, flight)
-            flight.take_off(outputs)
+            pending = PendingStep(executable, pending_steps)
+            outputs, detached = self._capture(self._call, pending)
+            pending.register(outputs)
             return guarded(outputs, detached)
 
         self._run(state, call)  # sets up kernels
@@ -223,8 +223,8 @@ class Verifier:
 
     def _as_captured(self) -> Captured:
         """The step, captured once for all plans."""
-        if not self._capture.made:
-            self._capture.inputs_of(self._call, Flight(None, Flights()))
+        if not self._capture.is_made:
+            self._capture.inputs_of(self._call, PendingStep(None, PendingSteps()))
         return self._capture.at(())
 
     def _step(self, plan: Plan) -> Captured:

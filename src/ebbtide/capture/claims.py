@@ -89,10 +89,10 @@ class Claims:
         """Definition 3."""
         self.outputs_are(tree_leaves(node.args), list(self.step.outputs))
 
-    def outputs_are(self, given: list[Any], wanted: list[Any]) -> None:
+    def outputs_are(self, outputs: list[Any], wanted: list[Any]) -> None:
         """Raise unless what is given claims what is wanted, one by one."""
-        self.require(len(given) == len(wanted), "another number of outputs")
-        for position, (mine, theirs) in enumerate(zip(given, wanted, strict=True)):
+        self.require(len(outputs) == len(wanted), "another number of outputs")
+        for position, (mine, theirs) in enumerate(zip(outputs, wanted, strict=True)):
             self.require(same(self.claim(mine), self.value_of(theirs)), f"output {position} is another value")
 
     def claim(self, value: Any) -> Any:

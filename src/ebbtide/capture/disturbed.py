@@ -21,9 +21,9 @@ from typing import TypeVar
 from ebbtide.errors import CaptureError, InternalError
 from ebbtide.faults import RAISED_IN_CAPTURE
 from ebbtide.signals import raised_by_a_handler
+from ebbtide.torch_seams.compile_mode import others_tracing
 from ebbtide.torch_seams.dynamo import failed_by_itself
 from ebbtide.torch_seams.fake_tensors import forget_descriptions
-from ebbtide.torch_seams.stance import others_tracing
 
 __all__ = ["undisturbed"]
 

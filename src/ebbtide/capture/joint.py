@@ -482,7 +482,7 @@ def _read(
     granularity_bytes: int,
     context: dict[str, str],
     target: str | None,
-    known: KnownOps | None = None,
+    known_ops: KnownOps | None = None,
 ) -> Captured:
     outputs = tuple(pytree.tree_leaves(next(iter(graph.find_nodes(op="output"))).args))
     forward_roots = [n for n in outputs[:forward_output_count] if isinstance(n, fx.Node)]
@@ -491,7 +491,9 @@ def _read(
     updates = mutated_inputs(graph, forward_output_count)
     mutated = _mutated_placeholders(graph, updates.values())
     mutated_storages = frozenset(storage_key(n.meta["val"]) for n in mutated)
-    reader = _Reader(graph, granularity_bytes, live, target, known, context.get("device") if target is None else None)
+    reader = _Reader(
+        graph, granularity_bytes, live, target, known_ops, context.get("device") if target is None else None
+    )
     for node in graph.nodes:
         if node.op == "placeholder":
             reader.placeholder(node)

@@ -45,7 +45,7 @@ class Numbers:
     """The numbers of one model's captures."""
 
     def __init__(self) -> None:
-        self._known: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         self._changing: set[str] = set()
         self._fixed: set[str] = set()
         self._taken = _Taken()
@@ -54,7 +54,7 @@ class Numbers:
         """Definitions 1 and 3."""
         if name in self._fixed:
             return False
-        if self._known.setdefault(name, value) != value:
+        if self._seen.setdefault(name, value) != value:
             self._changing.add(name)
         return name in self._changing
 

@@ -18,9 +18,9 @@ from ebbtide.capture.trace import compile_step, forget_step, forward_of, transla
 from ebbtide.errors import CaptureError, EbbtideError
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams import trees as pytree
+from ebbtide.torch_seams.compile_mode import OwnCompileMode
 from ebbtide.torch_seams.eager_answers import Answers
 from ebbtide.torch_seams.fake_tensors import FakeTensor, FakeTensorMode, mode_of
-from ebbtide.torch_seams.stance import OwnStance
 from ebbtide.torch_seams.storages import buffer_table, parameter_table
 
 __all__ = ["capture"]
@@ -113,7 +113,7 @@ def capture(
         errors = translated_errors(model, args, kwargs, answers=answers, here=here, cuda=cuda)
         try:
             with signals_wait(), mode, torch.enable_grad(), contextlib.suppress(_AtHand), errors:
-                OwnStance().compiling(step, model, forward, args, kwargs, every_output)
+                OwnCompileMode().compiling(step, model, forward, args, kwargs, every_output)
         finally:
             forget_step(step)
 

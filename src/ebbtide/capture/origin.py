@@ -11,7 +11,7 @@ from torch import fx
 
 from ebbtide.torch_seams.graphs import module_stack_of, stack_trace_of
 
-__all__ = ["Place", "line_of", "module_of", "place_of", "source_of"]
+__all__ = ["SourceLine", "line_of", "module_of", "place_of", "source_of"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 _STEP = re.compile(r"L\['\w+'\]\.?|(?:__dict__\['_modules'\]|_modules)\['(\w+)'\]")
@@ -20,27 +20,27 @@ _TORCH = str(Path(torch.__file__).parent)
 _CAPTURE = str(Path(__file__).parent)
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of the user's: ``file:line``, and in words with its code; both empty if it is not known."""
 
     source: str
     text: str
 
 
-def place_of(trace: str, frame: re.Match[str]) -> Place:
+def place_of(trace: str, frame: re.Match[str]) -> SourceLine:
     """The line of one frame in a ``trace`` as Python prints it; ``frame`` matches file, line and perhaps function."""
     line, _, rest = trace[frame.end() :].partition("\n")
     code = rest.partition("\n")[0].strip()
     words = frame[0] + line.strip()
-    return Place(f"{Path(frame[1]).name}:{frame[2]}", f"{words}: {code}" if code else words)
+    return SourceLine(f"{Path(frame[1]).name}:{frame[2]}", f"{words}: {code}" if code else words)
 
 
-def line_of(node: fx.Node) -> Place:
+def line_of(node: fx.Node) -> SourceLine:
     """The innermost frame outside torch that issued ``node``, or any frame but the capture's own without one."""
     trace = stack_trace_of(node)
     frames = [each for each in _FRAME.finditer(trace) if not each[1].startswith(_CAPTURE)]
     user = [each for each in frames if not each[1].startswith(_TORCH)] or frames
-    return place_of(trace, user[-1]) if user else Place("", "")
+    return place_of(trace, user[-1]) if user else SourceLine("", "")
 
 
 def source_of(node: fx.Node) -> str:

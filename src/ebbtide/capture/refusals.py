@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ebbtide.capture.known_breaks import known_break
-from ebbtide.capture.origin import Place, place_of
+from ebbtide.capture.origin import SourceLine, place_of
 from ebbtide.errors import CaptureError, EbbtideError
 from ebbtide.faults import in_own_frames, innermost, internal, is_own
 from ebbtide.torch_seams.dynamo import inner_exception
@@ -99,7 +99,7 @@ def refusal(error: BaseException, module: torch.nn.Module, ours: str | None = No
         fault.__cause__ = cause
         return fault
     if (theirs := innermost(cause)) is not None:
-        at = Place(f"{Path(theirs[0]).name}:{theirs[1]}", f'File "{theirs[0]}", line {theirs[1]}')
+        at = SourceLine(f"{Path(theirs[0]).name}:{theirs[1]}", f'File "{theirs[0]}", line {theirs[1]}')
         return _capture_error(at, _what(error), _TRACED)
     return _capture_error(place, _what(error), _INSIDE_TORCH)
 
@@ -120,7 +120,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         each = inner_exception(each) or each.__cause__
 
 
-def _capture_error(place: Place | None, why: str, remedy: str) -> CaptureError:
+def _capture_error(place: SourceLine | None, why: str, remedy: str) -> CaptureError:
     reason = f"{place.text}. {why}" if place is not None else why
     where = f" at {place.text}" if place is not None else ""
     return CaptureError(
@@ -131,7 +131,7 @@ def _capture_error(place: Place | None, why: str, remedy: str) -> CaptureError:
     )
 
 
-def _place(error: BaseException) -> Place | None:
+def _place(error: BaseException) -> SourceLine | None:
     """The innermost line of the user's that torch names, or of any code if it names none of the user's."""
     for each in _chain(error):
         text = str(each)

@@ -43,6 +43,7 @@ from ebbtide.faults import RAISED_IN_CAPTURE
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams.aot import joint_graph_settings, kinds_of_several_tensors, two_graph_backend
 from ebbtide.torch_seams.checks import checks_as
+from ebbtide.torch_seams.compile_mode import not_exporting
 from ebbtide.torch_seams.compiler_faults import told_with_its_lines
 from ebbtide.torch_seams.dynamo import (
     capture_error_type,
@@ -57,7 +58,6 @@ from ebbtide.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
 from ebbtide.torch_seams.graphs import data_dependent_guard_type
 from ebbtide.torch_seams.input_branches import Question, branches_on_inputs
 from ebbtide.torch_seams.known_branches import Condition, known_branches
-from ebbtide.torch_seams.stance import not_exporting
 from ebbtide.torch_seams.tracing import corrected_tracing
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.torch_seams.versions import require_supported_torch

@@ -194,11 +194,11 @@ def _arguments(function: Callable[..., object], size: int | None, text: str) -> 
     return arguments
 
 
-def refuse_for_graphs(text: str, given: Sequence[str]) -> None:
+def refuse_for_graphs(text: str, options: Sequence[str]) -> None:
     """Refuse options that a graph file has no use for.
 
     Raises:
         UsageError: naming them.
     """
-    if given:
-        raise UsageError(f"{' and '.join(given)} cannot apply to {text}: a graph file has its own sizes and costs")
+    if options:
+        raise UsageError(f"{' and '.join(options)} cannot apply to {text}: a graph file has its own sizes and costs")

@@ -20,7 +20,7 @@ from ebbtide.cli.demo import demo
 from ebbtide.cli.doctor import doctor
 from ebbtide.cli.max_batch import max_batch
 from ebbtide.cli.plan import plan
-from ebbtide.cli.refusals import told
+from ebbtide.cli.refusals import in_words
 from ebbtide.cli.report import report
 from ebbtide.cli.show import show
 from ebbtide.cli.start import interruptible
@@ -62,7 +62,7 @@ class _Group(TyperGroup):
         except InternalError:
             raise  # with its traceback, which belongs into a report
         except EbbtideError as error:
-            print(told(error, ctx.meta.get(_WORDS, ())), file=sys.stderr)
+            print(in_words(error, ctx.meta.get(_WORDS, ())), file=sys.stderr)
             broken = isinstance(error, BudgetExceeded | VerificationError)
             raise typer.Exit(1 if broken else 2) from error
         except KeyboardInterrupt as error:

@@ -18,7 +18,7 @@ import typer
 from ebbtide.cli.arguments import CaseName, Image, Layers, Length, ReportFile, Size, sizes_of_zoo
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import Asked, with_options
+from ebbtide.cli.options import CommandRequest, with_options
 from ebbtide.cli.output import check_page, check_picture, save_frontier, save_report, write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import UsageError
@@ -46,7 +46,7 @@ def compare(
     case: CaseName,
     budgets: Annotated[str, typer.Option(help="separated by commas: 80%,60%,12GiB")] = "80%,60%,40%",
     planners: Annotated[str, typer.Option(help="names separated by commas, settings included, or all")] = "all",
-    asked: Asked,
+    request: CommandRequest,
     size: Size = None,
     layers: Layers = None,
     length: Length = None,
@@ -66,7 +66,7 @@ def compare(
     """
     check_page(report)
     check_picture(plot, "--plot")
-    options = asked.options
+    options = request.options
     named = [each.strip() for each in budgets.split(",") if each.strip()]
     if not named:
         raise UsageError("--budgets names none; give some, as 80%,60%,12GiB", argument="budgets", value=budgets)
@@ -81,7 +81,7 @@ def compare(
         )
     if run and options.inside:
         raise UsageError("--run runs the step without its optimizer; leave --run or --step inside out")
-    check_request(case, size, asked, run=run)
+    check_request(case, size, request, run=run)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -92,14 +92,14 @@ def compare(
 
     names = _names(planners, moving=bool(options.tiers))
     with ProgressDisplay(sys.stderr) as display:
-        captured, loaded = captured_step(case, size, asked.complete(progress=display), display, sizes)
+        captured, loaded = captured_step(case, size, request.complete(progress=display), display, sizes)
         stop = _Stop()
         outcomes = _planned(captured, parsed, names, options, display, stop)
         rows = [row_of(captured.program.name, outcome) for outcome in outcomes]
         runs: list[tuple[Plan, Measured]] = []
         if run and not stop.now:
             assert loaded is not None
-            rows, runs = _tried(loaded, outcomes, rows, display, stop)
+            rows, runs = _attempt(loaded, outcomes, rows, display, stop)
     if stop.came:
         most = len(set(parsed)) * len(names)
         print(f"stopped by Ctrl-C: this is what {len(outcomes)} of {most} plans give", file=sys.stderr)
@@ -170,7 +170,7 @@ def _names(planners: str, *, moving: bool) -> list[str]:
     return [name for name in planner_names() if not missing_package(name) and (moving or not needs_tiers(name))]
 
 
-def _tried(
+def _attempt(
     case: Case, outcomes: list[Plan | Refusal], rows: list[Row], display: ProgressDisplay, stop: _Stop
 ) -> tuple[list[Row], list[tuple[Plan, Measured]]]:
     """The rows with what running their plans gave, and that; once Ctrl-C has come, the rest without."""

@@ -53,5 +53,5 @@ def demo(
         write_json(record.to_json())
     else:
         write_demo(record, sys.stdout)
-    if not record.kept:
+    if not record.within_budget:
         raise typer.Exit(1)

@@ -15,7 +15,7 @@ import typer
 
 from ebbtide.cli.arguments import AsJson, CaseName, Image, Layers, Length, Size, sizes_of_zoo
 from ebbtide.cli.imports import import_large
-from ebbtide.cli.options import Asked, with_options
+from ebbtide.cli.options import CommandRequest, with_options
 from ebbtide.cli.output import write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import CaptureError, UsageError
@@ -31,7 +31,7 @@ def doctor(
     budget: Annotated[
         str | None, typer.Option(help="one to judge: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")
     ] = None,
-    asked: Asked,
+    request: CommandRequest,
     size: Size = None,
     layers: Layers = None,
     length: Length = None,
@@ -45,13 +45,13 @@ def doctor(
     unplanned peak by module and line; that peak by kind and by type of layer; what pins the floor, and what would lower
     it. With --budget also what a plan within it costs.
     """
-    planner = asked.options.planner
+    planner = request.options.planner
     limit = None if budget is None else Budget.parse(budget)
     if limit is None and planner != "auto":
         raise UsageError(
             f"--planner {planner} is judged by a plan within a budget; give --budget 60% besides", argument="planner"
         )
-    check_request(case, size, asked)
+    check_request(case, size, request)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -62,7 +62,7 @@ def doctor(
     from ebbtide.report.text.progress import ProgressDisplay
 
     with ProgressDisplay(sys.stderr) as display:
-        options = asked.complete(progress=display)
+        options = request.complete(progress=display)
         try:
             captured, _ = captured_step(case, size, options, display, sizes)
             found = examine(captured, limit, PlanningOptions.of(options), top)

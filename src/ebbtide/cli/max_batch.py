@@ -16,7 +16,7 @@ from ebbtide.cli.arguments import AsJson, Image, Layers, Length, sizes_of_zoo
 from ebbtide.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import Asked, with_options
+from ebbtide.cli.options import CommandRequest, with_options
 from ebbtide.cli.output import write_json
 from ebbtide.errors import UsageError
 from ebbtide.options import no_optimizer
@@ -48,7 +48,7 @@ def max_batch(
     length: Length = None,
     image: Image = None,
     overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
-    asked: Asked,
+    request: CommandRequest,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch whose training step fits a budget, without running it or running out.
@@ -60,7 +60,7 @@ def max_batch(
     if is_graph(case):
         raise UsageError(f"{case} has a fixed batch; name zoo:NAME or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
-    options = asked.options
+    options = request.options
     parsed = Budget.parse(budget)
     check_case(case)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
@@ -89,7 +89,7 @@ def max_batch(
             budget=parsed,
             vary=word,
             overhead=limit,
-            options=asked.complete(interrupt=keeper.interrupt, progress=keeper.tell),
+            options=request.complete(interrupt=keeper.interrupt, progress=keeper.tell),
         )
     if keeper.interrupt.interrupted:
         print(f"stopped by Ctrl-C: a longer search may find {_LARGER[word]}", file=sys.stderr)

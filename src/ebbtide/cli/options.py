@@ -22,7 +22,7 @@ from ebbtide.options import GRADIENTS, REWRITES, STEPS, Options, texts
 from ebbtide.planners import planner_names
 from ebbtide.tiers import TIERS
 
-__all__ = ["OPTIONS", "SEARCH", "Asked", "beginning", "help_of", "several_tiers", "with_options"]
+__all__ = ["OPTIONS", "SEARCH", "CommandRequest", "beginning", "help_of", "several_tiers", "with_options"]
 
 
 def _machine_names() -> Iterable[str]:
@@ -59,7 +59,7 @@ _OF_CASES = frozenset(each.name for each in fields(Case))
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandRequest:
     """What a command was asked for.
 
     Attributes:
@@ -82,7 +82,7 @@ class Asked:
 def with_options(
     *, without: Iterable[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with the options of :data:`OPTIONS` in the place of its argument ``asked``, which is an :class:`Asked`.
+    """A command with the options of :data:`OPTIONS` in the place of its argument ``request``, a :class:`CommandRequest`.
 
     Args:
         without: options that it does not take.
@@ -93,12 +93,12 @@ def with_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters: list[inspect.Parameter] = []
         for each in inspect.signature(command, eval_str=True).parameters.values():
-            own = [each] if each.name != "asked" else [_parameter(name, defaults) for name in taken]
+            own = [each] if each.name != "request" else [_parameter(name, defaults) for name in taken]
             parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
 
         @functools.wraps(command)
         def with_record(**given: Any) -> None:
-            command(asked=_asked({name: given.pop(name) for name in taken}), **given)
+            command(request=_request({name: given.pop(name) for name in taken}), **given)
 
         with_record.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_record.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -132,7 +132,7 @@ def beginning(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     return complete
 
 
-def _asked(typed: dict[str, Any]) -> Asked:
+def _request(typed: dict[str, Any]) -> CommandRequest:
     """The record of what was typed.
 
     Raises:
@@ -146,7 +146,7 @@ def _asked(typed: dict[str, Any]) -> Asked:
         )
     scaled = typed.pop("scaler")
     typed |= {"tiers": several_tiers(typed["tiers"]), "optimizer": optimizer_named(typed["optimizer"])}
-    return Asked(Options(**typed), scaled)
+    return CommandRequest(Options(**typed), scaled)
 
 
 def several_tiers(names: str | None) -> list[str] | None:

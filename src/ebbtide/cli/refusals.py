@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ebbtide.cli.options import OPTIONS
 from ebbtide.errors import BudgetError, EbbtideError, UsageError
 
-__all__ = ["as_options", "told"]
+__all__ = ["as_options", "in_words"]
 
 _SENTENCE = re.compile(r"(?<=[\w)%])\. (?=[A-Z0-9])")
 _BUDGET = re.compile(r"--budgets?")
@@ -33,13 +33,13 @@ def as_options(text: str) -> str:
     return _ARGUMENT.sub(_as_option, text)
 
 
-def _as_option(found: re.Match[str]) -> str:
-    name = f"--{found[1].replace('_', '-')}"
-    value = next((each for each in (found[2], found[3], found[5]) if each), "")
+def _as_option(match: re.Match[str]) -> str:
+    name = f"--{match[1].replace('_', '-')}"
+    value = next((each for each in (match[2], match[3], match[5]) if each), "")
     return f"{name} {value}" if value else name
 
 
-def told(error: EbbtideError, words: Sequence[str]) -> str:
+def in_words(error: EbbtideError, words: Sequence[str]) -> str:
     """What ``error`` says; of a budget that is too small with ``words``, the command's own, put right.
 
     Args:

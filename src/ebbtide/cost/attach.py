@@ -50,7 +50,7 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
             otherwise than torch says; names op and line.
     """
     cache = CostCache(device_context(device))
-    known = _known(cache)
+    known = _costs_in(cache)
     missing = [call for call in calls if call.signature not in known and not isinstance(call.target, Priced)]
     if missing:
         with _one_at_a_time:
@@ -59,9 +59,9 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
     return _with_kept_bytes(program, costs).with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
 
 
-def _measure(program: Program, calls: Sequence[Call], device: str, known: dict[str, Cost], cache: CostCache) -> None:
-    """Add to ``known`` and to the cache what is not there, on a thread that has the measuring to itself."""
-    missing = [call for call in calls if call.signature not in known and not isinstance(call.target, Priced)]
+def _measure(program: Program, calls: Sequence[Call], device: str, costs: dict[str, Cost], cache: CostCache) -> None:
+    """Add to ``costs`` and to the cache what is not there, on a thread that has the measuring to itself."""
+    missing = [call for call in calls if call.signature not in costs and not isinstance(call.target, Priced)]
     try:
         # The calls are those behind autocast: under the user's own they would be cast once more.
         with torch.autocast(device, enabled=False):
@@ -74,7 +74,7 @@ def _measure(program: Program, calls: Sequence[Call], device: str, known: dict[s
             "running",
             remedy="run the first step outside of it",
         ) from None
-    known.update(measured)
+    costs.update(measured)
     cache.add({key: cost for key, cost in measured.items() if cost.timed})
 
 
@@ -89,7 +89,7 @@ os.register_at_fork(after_in_child=_forked)
 
 def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:
     """Where the costs of ``calls`` are from that :func:`with_measured_costs` gave, and in words what is estimated."""
-    known = _known(CostCache(device_context(device)))
+    known = _costs_in(CostCache(device_context(device)))
     signatures = {call.signature for call in calls}
     estimated = sum(1 for each in signatures if each not in known or not known[each].timed)
     if not estimated:
@@ -99,16 +99,16 @@ def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:
 
 def known_workspace(call: Call, device: str) -> int | None:
     """Bytes that ``call`` takes beyond its outputs here; ``None`` where nobody knows (:func:`is_measured`)."""
-    found = _known(CostCache(device_context(device))).get(call.signature)
+    found = _costs_in(CostCache(device_context(device))).get(call.signature)
     return None if found is None else found.workspace_bytes
 
 
 def is_measured(call: Call, device: str) -> bool:
     """Whether the workspace of ``call`` is known here; what had no room to be tried has none in its costs."""
-    return call.signature in _known(CostCache(device_context(device)))
+    return call.signature in _costs_in(CostCache(device_context(device)))
 
 
-def _known(cache: CostCache) -> dict[str, Cost]:
+def _costs_in(cache: CostCache) -> dict[str, Cost]:
     key = str(cache.path)
     if key not in _KNOWN:
         _KNOWN[key] = cache.load()

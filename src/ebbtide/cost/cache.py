@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ebbtide.cost.profile import Cost
-from ebbtide.files import cache_directory, keep, kept
+from ebbtide.files import cache_directory, keep, read_saved
 
 __all__ = ["CostCache", "device_context", "product_precisions"]
 
@@ -77,7 +77,7 @@ class CostCache:
 
     def load(self) -> dict[str, Cost]:
         """All costs on disk by signature; empty if there is no file of ours."""
-        data = kept(self.path)
+        data = read_saved(self.path)
         try:
             if data is None or data["schema"] != _SCHEMA or data["context"] != self._context:
                 return {}

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from ebbtide.cost.call import Call, TensorSpec, same_strides
+from ebbtide.cost.profiling_budget import NotProfiled, arguments_for
 from ebbtide.cost.roofline import roofline_seconds, traffic_bytes
-from ebbtide.cost.room import NoRoom, arguments_for
 from ebbtide.measurement.card_peaks import allocated_peak, peaks_kept, reset_peak
 from ebbtide.measurement.cpu_allocations import AllocationRecorder
 from ebbtide.measurement.peak import peak_above
@@ -243,7 +243,7 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
                 costs[call.signature] = measure_one(call, runs[call.signature])
             except NotAlone:  # what it takes besides is not known: room for copies of all its inputs
                 costs[call.signature] = Cost(float("inf"), _input_bytes(call))
-            except NoRoom:
+            except NotProfiled:
                 continue
         if device == "cpu" and torch.get_num_threads() > 1:
             _timed_in_rounds(costs, largest, runs)
@@ -270,7 +270,7 @@ def workspace_alone(call: Call, device: str) -> int:
             peak, result = (_peak_on_cuda if device == "cuda" else _peak_on_cpu)(call, args, kwargs)
         except NotAlone:
             return _input_bytes(call)
-        except (NoRoom, RuntimeError):  # on CPU the user's own profiler may be active
+        except (NotProfiled, RuntimeError):  # on CPU the user's own profiler may be active
             return 0
         made = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in _tensors(result)}
         return max(0, peak - sum(size for where, size in made.items() if where not in given))

@@ -19,7 +19,7 @@ What is known of a model:
 - ``learned``: what runs have taught: ``user_window`` and ``known_windows``, between forward and backward; ``after``,
   when the backward has returned.
 - ``optimizer_link``: the optimizers that train it; ``calls``: how its calls went, and training past the model.
-- ``flights``: forwards whose backward has not come; ``tickets``: how a backward finds its forward.
+- ``pending_steps``: forwards whose backward has not come; ``step_handles``: how a backward finds its forward.
 
 What has to be as in eager:
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 
-from ebbtide.engine.key import Slot
+from ebbtide.engine.key import CallSlot
 from ebbtide.faults import users_level
 from ebbtide.planning.step_end import SCALARS_BYTES, StepEnd, end_bytes
 from ebbtide.report.plan import Plan
@@ -27,23 +27,25 @@ _WHAT = "hooks on parameters, or sums with gradients from outside the step"
 
 @dataclass
 class AfterBackward:
-    """What was learned of one model (definition 2), by slot and hooks."""
+    """What was learned of one model (definition 2), by call slot and hooks."""
 
-    _known: dict[tuple[Slot, object], list[int]] = field(default_factory=dict[tuple[Slot, object], "list[int]"])
+    _learned: dict[tuple[CallSlot, object], list[int]] = field(
+        default_factory=dict[tuple[CallSlot, object], "list[int]"]
+    )
 
-    def is_known(self, slot: Slot, hooks: object) -> bool:
+    def is_known(self, call_slot: CallSlot, hooks: object) -> bool:
         """Whether nothing is left to measure."""
-        measured = self._known.get((slot, hooks), [])
+        measured = self._learned.get((call_slot, hooks), [])
         return len(measured) >= _MOST_MEASURED or measured == [0]
 
-    def bytes(self, slot: Slot, hooks: object) -> int:
+    def bytes(self, call_slot: CallSlot, hooks: object) -> int:
         """At the most, as far as it is known."""
-        return max(self._known.get((slot, hooks), [0]))
+        return max(self._learned.get((call_slot, hooks), [0]))
 
-    def learn(self, slot: Slot, hooks: object, plan: Plan, peak_bytes: int, left_bytes: int) -> None:
+    def learn(self, call_slot: CallSlot, hooks: object, plan: Plan, peak_bytes: int, left_bytes: int) -> None:
         """A step took and left so many bytes above the level at which its backward graph returned."""
         taken = max(peak_bytes - max(left_bytes, 0), 0)
-        self._known.setdefault((slot, hooks), []).append(taken if peak_bytes > SCALARS_BYTES else 0)
+        self._learned.setdefault((call_slot, hooks), []).append(taken if peak_bytes > SCALARS_BYTES else 0)
         total = plan.resident_bytes + end_bytes(plan.program) + peak_bytes
         if total > plan.budget_bytes and peak_bytes > SCALARS_BYTES:
             warnings.warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ebbtide.cost.room import Room
+from ebbtide.cost.profiling_budget import ProfilingBudget
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.captured_steps import CapturedSteps
 from ebbtide.engine.step import Step
@@ -39,21 +39,21 @@ class Attempts:
     Attributes:
         rejected: steps that were found not to serve the call.
         refused: the refusal whose named budget leaves the room in which ops are tried out; ``None`` before the first.
-        room: of the last attempt; ``None`` before the first.
+        profiling: of the last attempt; ``None`` before the first.
         first: whether nothing was tried yet.
     """
 
     rejected: list[Step] = field(default_factory=list[Step])
     refused: BudgetError | None = None
-    room: Room | None = None
+    profiling: ProfilingBudget | None = None
     first: bool = True
-    _made: list[Again] = field(default_factory=list[Again])
+    _counted: list[Again] = field(default_factory=list[Again])
 
     def may(self, why: Again) -> bool:
         """Whether the call is tried once more, for this reason; counts it."""
-        if self._made.count(why) >= why.most or len(self._made) >= _MOST:
+        if self._counted.count(why) >= why.most or len(self._counted) >= _MOST:
             return False
-        self._made.append(why)
+        self._counted.append(why)
         return True
 
     def reject(self, step: Step, steps: CapturedSteps, now: CallContext) -> None:

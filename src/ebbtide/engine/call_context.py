@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.engine.compiled import Call
-from ebbtide.engine.flights import Flight, Flights, aloft, kept_bytes, kept_inputs
-from ebbtide.engine.key import Code, Slot, key_of, modes_of
+from ebbtide.engine.key import CallSlot, Code, key_of, modes_of
+from ebbtide.engine.pending_steps import PendingStep, PendingSteps, kept_bytes, kept_inputs, pending_around
 from ebbtide.measurement.resident import start_bytes, watched_in
 from ebbtide.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbtide.torch_seams.data_parallel import bucket_bytes
@@ -23,16 +23,16 @@ class CallContext:
     """What :func:`observe` has seen before a call.
 
     Attributes:
-        slot: key of the call, and how many of the model's forwards are in the air (``between``).
+        call_slot: key of the call, and how many of the model's forwards are pending (``between``).
         modes: what of the key does not depend on the arguments.
         trained: per parameter whether it takes a gradient.
         accumulating: whether every parameter that takes a gradient has one.
         module: whose call it is.
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
-        resident_bytes: before the forward, what flights keep among them.
+        resident_bytes: before the forward, what pending steps keep among them.
         reached: keys of the storages that were counted as the model's, one by one.
-        aloft: forwards in flight (``flights.aloft``).
+        pending: pending steps (``pending_steps.pending_around``).
         flying_bytes: what they keep.
         hooked: whether saved-tensor hooks are active, as in a checkpoint.
         repeated: whether a backward is running, so that this is a checkpoint's repetition of a forward.
@@ -40,7 +40,7 @@ class CallContext:
         updates: whether its backward applies gradients (``inside``).
     """
 
-    slot: Slot
+    call_slot: CallSlot
     modes: object
     trained: bytes
     accumulating: bool
@@ -49,7 +49,7 @@ class CallContext:
     device: str
     resident_bytes: int
     reached: frozenset[int]
-    aloft: tuple[Flight, ...]
+    pending: tuple[PendingStep, ...]
     flying_bytes: int
     hooked: bool
     repeated: bool
@@ -59,7 +59,7 @@ class CallContext:
     @property
     def key(self) -> object:
         """Of the call."""
-        return self.slot.key
+        return self.call_slot.key
 
     @property
     def checkpointed(self) -> bool:
@@ -69,7 +69,7 @@ class CallContext:
     @property
     def was_expected(self) -> bool:
         """Whether all forwards in flight are planned with room for a call like this."""
-        return all(self.slot in each.expects for each in self.aloft)
+        return all(self.call_slot in each.overlap.planned_for for each in self.pending)
 
 
 def observe(
@@ -77,7 +77,7 @@ def observe(
     *,
     number: int,
     code: Code,
-    flights: Flights,
+    siblings: PendingSteps,
     optimizers: Sequence[torch.optim.Optimizer],
     gradients_stay: bool,
     updates: bool,
@@ -88,7 +88,7 @@ def observe(
         call: of a fitted model.
         number: of the model.
         code: the functions of the model's classes.
-        flights: of the model.
+        siblings: the pending steps of the model.
         optimizers: whose state counts.
         gradients_stay: whether gradients that are there now may be cleared before the backward.
         updates: whether its backward applies gradients.
@@ -98,20 +98,20 @@ def observe(
     others = {**kept_inputs(), **{each.key: each.bytes for each in inputs}}
     trained, accumulating, own, classes, hooks = walk(call.module)
     resident = start_bytes(own, optimizers, others, call.device)
-    flying = aloft(flights)
+    flying = pending_around(siblings)
     modes = (modes_of(call.module, call.device, trained), code.of(classes))
     return CallContext(
-        slot=Slot(key_of(modes, call.args, call.kwargs), len(flights.in_the_air), number),
+        call_slot=CallSlot(key_of(modes, call.args, call.kwargs), len(siblings.by_number), number),
         modes=modes,
         trained=trained,
         accumulating=accumulating and not gradients_stay,
         module=call.module,
         inputs=tuple(inputs),
         device=call.device,
-        # On CUDA what is in the air is counted already.
+        # On CUDA what is pending is counted already.
         resident_bytes=resident + kept_bytes() + bucket_bytes(call.module) if on_cpu else resident,
         reached=frozenset(own) if on_cpu else frozenset(),
-        aloft=tuple(flying),
+        pending=tuple(flying),
         flying_bytes=sum(each.executable.leaves_bytes for each in flying if each.executable is not None),
         hooked=has_saved_tensor_hooks(),
         repeated=in_backward(),

@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ebbtide.engine.gradient_watcher import Backwards, GradientWatcher, backwards_so_far
 from ebbtide.errors import UsageError
+from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.compiling_flag import optimizer_has_stepped, optimizer_steps
 from ebbtide.torch_seams.optimizers import gradient_of
-from ebbtide.torch_seams.stance import left_out_of_traces
 from ebbtide.torch_seams.storages import StorageWatch, parameters_in, version_of
 
 __all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "Watched", "watch_optimizers"]
@@ -93,25 +93,27 @@ class _OfOptimizer:
         calls: of the model.
         planned: planned backwards of the model at its last step.
         backwards: of the process at its last step.
-        used: the first gradient that its last step used, and how often that had been written to.
+        last_gradient: the first gradient that its last step used, and how often that had been written to.
     """
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
         self.planned = -1 if calls.fitted_with_gradients else 0
         self.backwards = calls.backwards_before
-        self.used: tuple[StorageWatch, int] | None = None
+        self.last_gradient: tuple[StorageWatch, int] | None = None
 
     def uses_again(self, gradient: torch.Tensor) -> bool:
         """Whether the last step used ``gradient`` as it is now."""
-        return self.used is not None and (self.used[0].key, self.used[1]) == (
+        return self.last_gradient is not None and (self.last_gradient[0].key, self.last_gradient[1]) == (
             StorageWatch(gradient).key,
             version_of(gradient),
         )
 
     def use(self, gradient: torch.Tensor | None) -> None:
         """The step that comes uses ``gradient``."""
-        self.used = None if gradient is None or gradient.is_sparse else (StorageWatch(gradient), version_of(gradient))
+        self.last_gradient = (
+            None if gradient is None or gradient.is_sparse else (StorageWatch(gradient), version_of(gradient))
+        )
 
 
 class Watched(NamedTuple):
@@ -120,18 +122,18 @@ class Watched(NamedTuple):
     Attributes:
         model: it.
         calls: of it.
-        meet: what is told of an optimizer that is about to step its weights.
+        note_optimizer: what is told of an optimizer that is about to step its weights.
         backwards: planned ones of it that have begun.
-        arrivals: of gradients at its parameters.
+        gradient_watcher: of gradients at its parameters.
         advice: what would be planned, where a trainer calls it.
         has_updated: whether its last backward has updated weights, and their optimizer has not stepped since.
     """
 
     model: torch.nn.Module
     calls: Calls
-    meet: Callable[[torch.optim.Optimizer], None]
+    note_optimizer: Callable[[torch.optim.Optimizer], None]
     backwards: int
-    arrivals: GradientWatcher
+    gradient_watcher: GradientWatcher
     advice: str = ""
     has_updated: bool = False
 
@@ -201,7 +203,7 @@ def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]
         if of_model is None or of_model.calls is not each.calls:
             of_model = of_optimizer[each.model] = _OfOptimizer(each.calls)
         if _trains(stepping, each.model):  # asked each time: parameters come and go
-            each.meet(stepping)
+            each.note_optimizer(stepping)
             _look_at(of_model, stepping, each, backwards, functools.partial(_shares, each.model, models))
 
 
@@ -224,7 +226,7 @@ def _look_at(
     Raises:
         UsageError: if gradients come from backwards without a planned step. No weight has been changed.
     """
-    arrivals, own = watched.arrivals, list(_own_parameters(optimizer))
+    arrivals, own = watched.gradient_watcher, list(_own_parameters(optimizer))
     by_others = backwards.others is None or backwards.others != seen.backwards.others
     is_planned = watched.backwards != seen.planned or arrivals.have_come(own)
     first = next(_gradients(optimizer, watched.model), None)
@@ -241,7 +243,7 @@ def _look_at(
         arrivals.others_were_there(parameters_in(watched.model))
     if besides or (of_none and by_others):
         watched.calls.count_unplanned(PAST_THE_MODEL)
-        raise UsageError(_told(watched, is_planned=is_planned), argument="model")
+        raise UsageError(_refusal(watched, is_planned=is_planned), argument="model")
     if of_none and backwards == seen.backwards:
         watched.calls.count_unplanned(PAST_THE_MODEL)
     arrivals.forget(own)
@@ -251,7 +253,7 @@ def _look_at(
     seen.use(first)
 
 
-def _told(watched: Watched, *, is_planned: bool) -> str:
+def _refusal(watched: Watched, *, is_planned: bool) -> str:
     about = f"an optimizer is about to train {type(watched.model).__name__} with gradients"
     changed = 'the planned one has updated weights (step="inside")' if watched.has_updated else _UNCHANGED
     if is_planned:

@@ -104,8 +104,10 @@ class CapturedSteps:
         )
         failed = any(step.piece.capture.symbolic and step not in known for step in rejected)
         if may_share and not shared_already and not failed:
-            ways = len({step.piece.capture.way for step in self.all()})
-            shared = self._kinds.capture_for(now.modes, call, self._capture, ways=ways, another_way=other is not None)
+            branches = len({step.piece.capture.branches for step in self.all()})
+            shared = self._kinds.capture_for(
+                now.modes, call, self._capture, branches=branches, another_way=other is not None
+            )
             if shared is not None:
                 return self._step_of(shared)
         changed = functools.partial(known[-1].piece.capture.changed_for, call) if known else str
@@ -142,7 +144,7 @@ class CapturedSteps:
         """Keep ``step``, which is captured or ran once more, as the one used last."""
         key = now.key
         others = [each for each in self._steps.get(key, ()) if each is not step]
-        most = _MOST_BRANCHES if step.piece.capture.way else _MOST_OF_A_KEY
+        most = _MOST_BRANCHES if step.piece.capture.branches else _MOST_OF_A_KEY
         self._steps[key] = [*others[1 - most :], step]  # Ctrl-C in between loses no step
         self._steps.move_to_end(key)
         if len(self._steps) <= MOST_STEPS:

@@ -37,22 +37,22 @@ from ebbtide.cost.cache import device_context
 from ebbtide.engine.executor import (
     NothingToTrain,
     Unplanned,
-    departing,
     looking,
     run_backward,
     run_forward,
     run_nothing,
+    running_as,
 )
-from ebbtide.engine.flights import Flight
+from ebbtide.engine.pending_steps import PendingStep
 from ebbtide.engine.stubs import stubs
 from ebbtide.errors import CaptureError, InternalError
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams.aot import boxed
+from ebbtide.torch_seams.compile_mode import NO_FRAMES, NotCompiled, OwnCompileMode
 from ebbtide.torch_seams.dynamo import sizes_as_symbols
 from ebbtide.torch_seams.eager_answers import Answers
 from ebbtide.torch_seams.input_branches import Question, other_answer
-from ebbtide.torch_seams.stance import NO_FRAMES, NotCompiled, OwnStance
 from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
@@ -103,7 +103,7 @@ class Capture:
         numbers: what is known of the model's numbers, if it has been captured before.
 
     Attributes:
-        made: whether the joint graph is at hand.
+        is_made: whether the joint graph is at hand.
         answers: what code is told that asks whether it is compiled (``capture.branches``).
     """
 
@@ -117,12 +117,12 @@ class Capture:
         numbers: Numbers | None = None,
     ) -> None:
         self.device = device
-        self.made = False
+        self.is_made = False
         self.answers = answers or Answers()
         self._name = name
         self._numbers = numbers or Numbers()
         self._changing = changing
-        self._stance = OwnStance()
+        self._stance = OwnCompileMode()
         self._taken = Taken()
         self.asked_bytes = 0
         """What answering one of its questions takes at the most, before anything else of a step, as far as seen."""
@@ -142,25 +142,25 @@ class Capture:
         """Whether it serves many shapes."""
         return self._changing is not None
 
-    def __call__(self, call: Call, flight: Flight) -> tuple[Any, list[torch.Tensor]]:
-        """Run ``call`` as ``flight``: what it returns, and what of that was detached (``capture.loss``).
+    def __call__(self, call: Call, pending: PendingStep) -> tuple[Any, list[torch.Tensor]]:
+        """Run ``call`` as ``pending``: what it returns, and what of that was detached (``capture.loss``).
 
         Raises:
             NothingToTrain: if nothing of it takes a gradient; nothing has run.
-            Unplanned: if the flight has no executable; the joint graph is at hand then, and nothing has run.
+            Unplanned: if ``pending`` has no executable; the joint graph is at hand then, and nothing has run.
             StaleCapture: if the model has changed since the first call; nothing has run.
             CaptureError: if it is not one graph.
             InternalError: if the planned graphs were not what ran.
         """
         arguments = _arguments(call)
         try:
-            with departing(flight):
-                if not self.made:
+            with running_as(pending):
+                if not self.is_made:
                     outputs, detached = self._first(call, arguments)
                 else:
                     if (other := self.other_answer(call)) is not None:
                         raise StaleCapture(f"values of its inputs are others than when its step was captured: {other}")
-                    outputs, detached = self._guarded(arguments, flight)
+                    outputs, detached = self._guarded(arguments, pending)
         except RuntimeError as error:
             if NO_FRAMES not in str(error):
                 raise
@@ -170,23 +170,23 @@ class Capture:
                 remedy="leave the mode around training calls; count or trace under torch.no_grad(), or on a copy of "
                 "the model (copy.deepcopy), which is a plain one",
             ) from None
-        if not flight.ran:
+        if not pending.ran:
             raise InternalError("the planned step did not run: this torch build bypassed the compiled function")
         return outputs, detached
 
-    def inputs_of(self, call: Call, flight: Flight) -> list[Any] | None:
+    def inputs_of(self, call: Call, pending: PendingStep) -> list[Any] | None:
         """The inputs of the captured step, flat, as ``call`` gives them; ``None`` if nothing of it takes a gradient.
 
-        The call is captured if it was not yet. Nothing of the model has run. ``flight`` has no executable: the compiler
-        runs what it has compiled, and only an exception ends that before it computes anything.
+        The call is captured if it was not yet. Nothing of the model has run. ``pending`` has no executable: the
+        compiler runs what it has compiled, and only an exception ends that before it computes anything.
 
         Raises:
             StaleCapture: if the model has changed since the first call.
             CaptureError: if the call is not one graph.
         """
-        assert flight.executable is None
+        assert pending.executable is None
         try:
-            self(call, flight)
+            self(call, pending)
         except Unplanned as asked:
             return asked.inputs
         except NothingToTrain:
@@ -211,7 +211,7 @@ class Capture:
                 return found
             except BaseException:
                 if not over:  # else a signal that has waited raises this, and what was captured until then stays
-                    self.made = False
+                    self.is_made = False
                     self._forget()
                     self._begin()
                 raise
@@ -220,18 +220,18 @@ class Capture:
         answers = None if self.symbolic else self.answers
         raise attempted(attempt, call.module, answers=answers, numbers=self._numbers)
 
-    def _guarded(self, arguments: tuple[Any, ...], flight: Flight) -> Any:
+    def _guarded(self, arguments: tuple[Any, ...], pending: PendingStep) -> Any:
         # A capture holds one program: Dynamo must not compile another one into it behind our back.
         try:
             with looking():
                 return self._stance.only_compiled(self._compiled, *arguments)
         except NotCompiled as error:
-            if flight.ran:
+            if pending.ran:
                 raise
             raise StaleCapture(f"the model has changed since its step was captured: {error}") from None
 
     @property
-    def way(self) -> tuple[str, ...]:
+    def branches(self) -> tuple[str, ...]:
         """What was answered where it branches on values of its inputs."""
         return tuple(map(str, self._taken.questions))
 
@@ -307,20 +307,20 @@ class Capture:
         self._joint, self._output_count = joint, forward_output_count
         if not self.symbolic:
             self._captured = self._read(joint)
-        self.made = True
+        self.is_made = True
         return graphs
 
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        """Runs the forward of the current flight."""
+        """Runs the forward of the step that this thread runs."""
         return boxed(run_forward)
 
     def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        """Runs the backward of the flight whose ticket comes first."""
+        """Runs the backward of the step whose handle comes first."""
         return boxed(run_backward)
 
     def nothing_to_train(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Says at every call whose guards hold that nothing takes a gradient."""
-        self.made = True
+        self.is_made = True
         return boxed(run_nothing)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.report.plan import Plan
-from ebbtide.transfers.ways import Way
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.units import Budget
 
 __all__ = ["Configuration", "Request"]
@@ -37,7 +37,7 @@ class Configuration:
     start: Plan | None = None
     rewrites: tuple[str, ...] = ()
     first_rewrites: tuple[str, ...] | None = None
-    tiers: Mapping[str, Way] = field(default_factory=dict[str, Way])
+    tiers: Mapping[str, TransferPath] = field(default_factory=dict[str, TransferPath])
     gradients_stay: bool = False
     advice: str = ""
 

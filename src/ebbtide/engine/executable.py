@@ -32,7 +32,7 @@ from ebbtide.step.op_traits import traits_of_op
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free
 from ebbtide.step.simulate import simulate
-from ebbtide.transfers.ways import Way
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.units import format_bytes, format_percent
 
 __all__ = ["Executable", "executable_numbered", "executable_of"]
@@ -54,7 +54,7 @@ class Executable:
         code: that runs; of all plans with its schedule.
         first_runs: of the code: what is proven of it.
         measured: of the code: what it was seen to take.
-        number: names the executable, in tickets.
+        number: names the executable, in step handles.
     """
 
     plan: Plan
@@ -83,7 +83,7 @@ class Executable:
 
     @functools.cached_property
     def leaves_bytes(self) -> int:
-        """What is kept while its flight is in the air, or by the gradients that its backward has made since."""
+        """What is kept while its step is pending, or by the gradients that its backward has made since."""
         program = self.plan.program
         return max(self.plan.boundary_bytes, sum(program.buffers[b].bytes for b in program.gradients))
 
@@ -190,7 +190,7 @@ class Executable:
 
 
 def executable_numbered(number: int) -> Executable:
-    """The executable of a ticket. It is alive as long as a forward of it is, or a step has it."""
+    """The executable of a step handle. It is alive as long as a forward of it is, or a step has it."""
     return _alive[number]
 
 
@@ -201,7 +201,7 @@ def executable_of(
     *,
     device: str,
     verify: bool | Literal["always"],
-    tiers: Mapping[str, Way],
+    tiers: Mapping[str, TransferPath],
     replaced: Sequence[Replaced] = (),
 ) -> Executable:
     """``plan`` for ``captured``, lowered and proven.

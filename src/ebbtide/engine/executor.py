@@ -1,11 +1,11 @@
 """What AOTAutograd calls: any captured step's forward and backward, run by the executable that is current.
 
-1. A forward runs as the flight that its thread has opened (:func:`departing`). Without an executable it raises
+1. A forward runs as the pending step that its thread has opened (:func:`running_as`). Without an executable it raises
    :class:`Unplanned`: the step's guards hold, nothing of the model has run, and somebody has to plan.
-2. A backward runs the executable that its ticket names, whatever is current by then.
-3. One flight of an executable at a time is *proven*: two would share the names of its buffers. A forward that a
+2. A backward runs the executable that its handle names, whatever is current by then.
+3. One pending step of an executable at a time is *proven*: two would share the names of its buffers. A forward that a
    checkpoint repeats inside of a backward is followed by its own part of that backward, so it may be proven.
-4. A flight is *measured* if no other one of the model is in the air and nobody's hooks or profiler look on.
+4. A step is *measured* if no other one of the model is pending and nobody's hooks or profiler look on.
 5. A call *looks* at whether its capture holds before its forward begins (:func:`looking`), and signals wait for that.
 6. What updates parameters in its backward (``inside``) cannot take that back. It is proven in a *rehearsal*, right
    before its first forward: the same two graphs with the same inputs, the loss' gradient taken for one, and no update.
@@ -24,11 +24,11 @@ import torch
 
 from ebbtide.engine.executable import Executable, executable_numbered
 from ebbtide.engine.first_runs import Phase
-from ebbtide.engine.flights import Flight, aloft, flight_numbered, flights_of, learn_together
 from ebbtide.engine.gradient_watcher import note_planned
 from ebbtide.engine.known_windows import learn_retained
+from ebbtide.engine.pending_steps import PendingStep, learn_together, pending_around, pending_step, pending_steps_of
 from ebbtide.engine.snapshot import snapshot
-from ebbtide.engine.tickets import ANY_FLIGHT, read_ticket, ticket
+from ebbtide.engine.step_handles import ANY_STEP, read_step_handle, step_handle
 from ebbtide.errors import CaptureError, VerificationError
 from ebbtide.measurement.cpu_allocations import profiler_active
 from ebbtide.measurement.peak import StepGauge
@@ -43,11 +43,11 @@ __all__ = [
     "Unplanned",
     "being_watched",
     "choose_checks",
-    "departing",
     "looking",
     "run_backward",
     "run_forward",
     "run_nothing",
+    "running_as",
 ]
 
 
@@ -70,24 +70,24 @@ class NothingToTrain(CaptureError):
         super().__init__("the step needs no gradient", remedy="unfreeze a parameter that takes part in it")
 
 
-class _Departing(threading.local):
-    flight: Flight | None = None
+class _OfThread(threading.local):
+    pending: PendingStep | None = None
     looking: _Looking | None = None
 
 
-_departing = _Departing()
+_thread = _OfThread()
 _choosing = threading.RLock()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that have run planned forwards; their numbers return
 
 
 @contextmanager
-def departing(flight: Flight) -> Iterator[None]:
-    """While open, a captured step that this thread calls runs as ``flight``."""
-    before, _departing.flight = _departing.flight, flight
+def running_as(pending: PendingStep) -> Iterator[None]:
+    """While open, a captured step that this thread calls runs as ``pending``."""
+    before, _thread.pending = _thread.pending, pending
     try:
         yield
     finally:
-        _departing.flight = before
+        _thread.pending = before
 
 
 class _Looking:
@@ -111,18 +111,18 @@ class _Looking:
 @contextmanager
 def looking() -> Iterator[None]:
     """Definition 5: open around a call of a captured step, over as soon as that runs."""
-    before = _departing.looking
-    _departing.looking = block = _Looking()
+    before = _thread.looking
+    _thread.looking = block = _Looking()
     try:
         yield
     finally:
-        _departing.looking = before
+        _thread.looking = before
         block.end()
 
 
-def choose_checks(flight: Flight, device: str) -> None:
+def choose_checks(pending: PendingStep, device: str) -> None:
     """Decide what is proven or measured in a step that is about to run (definitions 3 and 4)."""
-    executable = flight.executable
+    executable = pending.executable
     assert executable is not None
     repeated = in_backward()
     with _choosing:
@@ -130,65 +130,65 @@ def choose_checks(flight: Flight, device: str) -> None:
         executable.start()
         first_runs = executable.first_runs
         if first_runs.phase is Phase.PROVING:
-            if repeated or _may_be_proven(executable, flight):
+            if repeated or _may_be_proven(executable, pending):
                 assert first_runs.fingerprints is not None
-                first_runs.proving = flight.name
+                first_runs.proving = pending.handle
                 first_runs.fingerprints.restart()
                 if first_runs.always and executable.measured.above_bytes is None:
-                    flight.gauge = _gauge(flight, device, repeated=repeated)
-            elif first_runs.proving == ANY_FLIGHT:
+                    pending.measuring.gauge = _gauge(pending, device, repeated=repeated)
+            elif first_runs.proving == ANY_STEP:
                 first_runs.proving = None  # its backward could not be told from this one's
         elif first_runs.phase is Phase.MEASURING:
-            flight.gauge = _gauge(flight, device, repeated=repeated)
+            pending.measuring.gauge = _gauge(pending, device, repeated=repeated)
 
 
-def _gauge(flight: Flight, device: str, *, repeated: bool) -> StepGauge | None:
+def _gauge(pending: PendingStep, device: str, *, repeated: bool) -> StepGauge | None:
     """Definition 4."""
-    disturbed = repeated or flight.hooked or bool(flight.home) or being_watched(device)
+    disturbed = repeated or pending.hooked or bool(pending.siblings) or being_watched(device)
     return None if disturbed else StepGauge(device)
 
 
-def _may_be_proven(executable: Executable, flight: Flight) -> bool:
-    """Whether no other flight is: neither in the air, nor on its way there in another thread.
+def _may_be_proven(executable: Executable, pending: PendingStep) -> bool:
+    """Whether no other step is: neither a pending one, nor one on its way there in another thread.
 
     One whose node is not known may have come to nothing without a word; the next one takes its place.
     """
-    unseen = any(each.number == executable.first_runs.proving for each in flight.home.unseen)
-    return not flights_of(executable) and (executable.first_runs.proving is None or unseen)
+    unseen = any(each.number == executable.first_runs.proving for each in pending.siblings.without_node)
+    return not pending_steps_of(executable) and (executable.first_runs.proving is None or unseen)
 
 
 def run_forward(args: list[Any]) -> tuple[Any, ...]:
-    """The outputs of the forward, the ticket, and what is saved; empties ``args``."""
-    flight = _departing.flight
-    assert flight is not None, "a captured step was called from elsewhere"
-    if _departing.looking is not None:
-        _departing.looking.end()
-    executable = flight.executable
+    """The outputs of the forward, the handle, and what is saved; empties ``args``."""
+    pending = _thread.pending
+    assert pending is not None, "a captured step was called from elsewhere"
+    if _thread.looking is not None:
+        _thread.looking.end()
+    executable = pending.executable
     if executable is None:
         raise Unplanned(list(args))
-    flight.ran = True
+    pending.ran = True
     if executable.code.updates:
-        _prepare_updates(flight, executable, args)
-    flight.arena = executable.code.arena(flight.number, flight.gauge is not None)
-    checked = executable.first_runs.checked if flight.proves else None
+        _prepare_updates(pending, executable, args)
+    pending.holdings.arena = executable.code.arena(pending.number, pending.measuring.gauge is not None)
+    checked = executable.first_runs.checked if pending.proves else None
     runs = executable.code.plain if checked is None else checked
-    with travelling(flight.arena):
-        if flight.gauge is not None:
-            results = _gauged(flight.gauge, runs.forward, args)
-            flight.gauge.forget(executable.left_behind_bytes)
+    with travelling(pending.holdings.arena):
+        if pending.measuring.gauge is not None:
+            results = _gauged(pending.measuring.gauge, runs.forward, args)
+            pending.measuring.gauge.forget(executable.left_behind_bytes)
         else:
             results = runs.forward(args)
     count = executable.code.output_count
-    return (*results[:count], ticket(executable.number, flight.name), *results[count:])
+    return (*results[:count], step_handle(executable.number, pending.handle), *results[count:])
 
 
-def _prepare_updates(flight: Flight, executable: Executable, args: list[Any]) -> None:
-    """Definition 6: the step of this flight will update, and is proven first."""
-    assert flight.inside is not None
+def _prepare_updates(pending: PendingStep, executable: Executable, args: list[Any]) -> None:
+    """Definition 6: this step will update, and is proven first."""
+    assert pending.optimizer is not None
     parameters = {position: (args[position], name) for position, name in executable.code.updates.items()}
-    flight.updating = BackwardUpdates(flight.inside, parameters, executable.code.entries)
-    if flight.proves and not executable.first_runs.rehearsed:
-        _rehearse(flight, executable, list(args))
+    pending.updates = BackwardUpdates(pending.optimizer, parameters, executable.code.entries)
+    if pending.proves and not executable.first_runs.rehearsed:
+        _rehearse(pending, executable, list(args))
         executable.first_runs.rehearsed = True
 
 
@@ -205,7 +205,7 @@ class _Dropping:
         pass
 
 
-def _rehearse(flight: Flight, executable: Executable, args: list[Any]) -> None:
+def _rehearse(pending: PendingStep, executable: Executable, args: list[Any]) -> None:
     """Run forward and backward with their checks and without their updates; random state is as before then.
 
     Nothing else is changed by the two: new values of buffers are copied back by who calls them.
@@ -217,7 +217,7 @@ def _rehearse(flight: Flight, executable: Executable, args: list[Any]) -> None:
     checked = first_runs.checked
     assert checked is not None
     put_back = snapshot((), code.device)
-    arena = code.arena(flight.number)
+    arena = code.arena(pending.number)
     try:
         with travelling(arena), using_updater(_Dropping()):
             results = checked.forward(args)
@@ -250,15 +250,15 @@ def run_nothing(args: list[Any]) -> Any:
 def run_backward(args: list[Any]) -> Any:
     """One gradient per primal, of what the forward saved and the tangents; empties ``args``."""
     note_planned()
-    number, name = read_ticket(args.pop(0))
+    number, name = read_step_handle(args.pop(0))
     executable = executable_numbered(number)
     arena = arena_numbered(name)
     if arena is None and executable.code.moves:
         raise gone(executable.plan.tiers[0])
-    flight = _flight(executable, name)
-    if flight is not None:
-        flight.home.backwards += 1
-    taken = _begin_updates(executable, flight)
+    pending = _pending_step(executable, name)
+    if pending is not None:
+        pending.siblings.backwards += 1
+    taken = _begin_updates(executable, pending)
     with travelling(arena), _by_default(executable.code.default_dtype):
         gradients = _gradients(executable, name, args, taken)
     if arena is not None:
@@ -268,23 +268,23 @@ def run_backward(args: list[Any]) -> Any:
     return executable.code.unused.dropped(gradients)
 
 
-def _begin_updates(executable: Executable, flight: Flight | None) -> BackwardUpdates | None:
-    """What the backward of ``flight`` updates, once it is seen that nothing forbids that.
+def _begin_updates(executable: Executable, pending: PendingStep | None) -> BackwardUpdates | None:
+    """What the backward of ``pending`` updates, once it is seen that nothing forbids that.
 
     Raises:
         CaptureError, UsageError: if something does. Nothing has been updated.
     """
-    if flight is not None and flight.inside is not None:
-        flight.inside.refuse_to_begin()
+    if pending is not None and pending.optimizer is not None:
+        pending.optimizer.refuse_to_begin()
     if not executable.code.updates:
         return None
-    if flight is None or flight.updating is None or flight.node is None:
+    if pending is None or pending.updates is None or pending.node is None:
         raise CaptureError(
             "the backward cannot be told from another's: what the forward returned is in an object that Ebbtide does "
             'not look into, and step="inside" has to know whose parameters it updates',
             remedy="return tensors, or a tuple, list, dict or dataclass of them",
         )
-    if flight.inside is not None and flight.inside.accumulates_in(flight.thread):
+    if pending.optimizer is not None and pending.optimizer.accumulates_in(pending.thread):
         raise CaptureError(
             "a backward begins in ebbtide.no_update(model), and its forward ran outside of it, so it would update the "
             "weights. Nothing has been updated",
@@ -296,15 +296,15 @@ def _begin_updates(executable: Executable, flight: Flight | None) -> BackwardUpd
             "would have changed the weights by then. Nothing has been updated",
             remedy='add up losses and call backward() once, or leave step="inside" out',
         )
-    if any(each.home is flight.home and each is not flight for each in aloft(flight.home)):
+    if any(each.siblings is pending.siblings and each is not pending for each in pending_around(pending.siblings)):
         raise CaptureError(
             "another forward of this model is in flight, whose backward needs the weights as they are, and "
             'step="inside" would update them in this one. Nothing has been updated',
             remedy="call backward before the next forward; to accumulate, run all forwards and backwards but the last "
             "in ebbtide.no_update(model)",
         )
-    flight.updating.begin(flight.node(), executable.code.unused.left_out())
-    return flight.updating
+    pending.updates.begin(pending.node(), executable.code.unused.left_out())
+    return pending.updates
 
 
 def _updating(taken: BackwardUpdates, backward: Callable[..., Any], args: list[Any]) -> Any:
@@ -336,21 +336,21 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _gradients(executable: Executable, name: int, args: list[Any], taken: BackwardUpdates | None) -> Any:
-    flight = _flight(executable, name)
+    pending = _pending_step(executable, name)
     gauge = None
     retained = keeps_graph()
-    learn_together(flight)
-    if flight is not None:
-        again = flight.number not in flight.home.in_the_air
-        flight.land(retained=retained)
+    learn_together(pending)
+    if pending is not None:
+        again = not pending.is_pending
+        pending.retire(retained=retained)
         if retained or again:
-            learn_retained(flight, again=again)
-        gauge, flight.gauge = flight.gauge, None
-        if flight.between is not None:
-            flight.between.mark()
+            learn_retained(pending, again=again)
+        gauge, pending.measuring.gauge = pending.measuring.gauge, None
+        if pending.measuring.window_gauge is not None:
+            pending.measuring.window_gauge.mark()
     backward = executable.code.plain.backward
     if executable.first_runs.proving == name and executable.first_runs.checked is not None:
-        backward = functools.partial(_proven, executable, executable.first_runs.checked.backward, flight)
+        backward = functools.partial(_proven, executable, executable.first_runs.checked.backward, pending)
     if taken is not None:
         backward = functools.partial(_updating, taken, backward)
     if gauge is None or being_watched(executable.code.device) or retained:  # what is retained is in no plan
@@ -360,28 +360,28 @@ def _gradients(executable: Executable, name: int, args: list[Any], taken: Backwa
         gauge.close()
         if not gauge.disturbed:
             executable.hold_against(gauge)
-    if flight is not None and flight.between is not None:
-        flight.between.returned()
+    if pending is not None and pending.measuring.window_gauge is not None:
+        pending.measuring.window_gauge.returned()
     return gradients
 
 
-def _flight(executable: Executable, name: int) -> Flight | None:
+def _pending_step(executable: Executable, name: int) -> PendingStep | None:
     """Whose backward this is. Under hooks it can be told only of a single one; the others end with their graphs."""
-    if name != ANY_FLIGHT:
-        return flight_numbered(name)
-    hooked = [each for each in flights_of(executable) if each.hooked and each.executable is executable]
+    if name != ANY_STEP:
+        return pending_step(name)
+    hooked = [each for each in pending_steps_of(executable) if each.hooked and each.executable is executable]
     return hooked[0] if len(hooked) == 1 else None
 
 
-def _proven(executable: Executable, backward: Callable[..., Any], flight: Flight | None, args: list[Any]) -> Any:
+def _proven(executable: Executable, backward: Callable[..., Any], pending: PendingStep | None, args: list[Any]) -> Any:
     try:
         gradients = backward(args)
     except BaseException as error:
         executable.first_runs.proving = None
         if isinstance(error, VerificationError):
-            if flight is not None and flight.restore is not None:
-                flight.restore()
-            if flight is not None and flight.hooked:
+            if pending is not None and pending.measuring.restore is not None:
+                pending.measuring.restore()
+            if pending is not None and pending.hooked:
                 raise VerificationError(
                     f"buffer {error.buffer} came back with other bits when {error.op} ran again, under saved-tensor "
                     "hooks (torch.autograd.graph.saved_tensors_hooks) that give back other values than they were given "

@@ -77,7 +77,7 @@ class FirstRuns:
         checked: the code with its checks; ``None`` without verification, and once they are done.
         fingerprints: of the buffers that come back; likewise.
         holding: the ops of rewrites that are checked; likewise.
-        proving: name of the flight that is being proven, or ``None``.
+        proving: handle of the pending step that is being proven, or ``None``.
         rehearsed: whether a step that updates has been proven without updating anything.
         verified_buffers: how many came back with their bits in the proven step.
         rewrites_held: how many ops of rewrites were checked by what in it (``lower.compared``).

@@ -25,15 +25,21 @@ import torch
 from ebbtide.capture.trace import without_model
 from ebbtide.engine.calls import ADVICE, PAST_THE_MODEL, SWITCHED_ON, Watched
 from ebbtide.engine.copies import copying
-from ebbtide.engine.flights import returned_tensors
 from ebbtide.engine.loop import train
 from ebbtide.engine.model import FittedModel
+from ebbtide.engine.pending_steps import returned_tensors
 from ebbtide.errors import UsageError
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.resident import tensors_in
 from ebbtide.signals import raised_by_a_handler
+from ebbtide.torch_seams.compile_mode import (
+    capturing,
+    constant_in_traces,
+    exporting_here,
+    left_out_of_traces,
+    tracing_here,
+)
 from ebbtide.torch_seams.graphs import own_names_of
-from ebbtide.torch_seams.stance import capturing, constant_in_traces, exporting_here, left_out_of_traces, tracing_here
 
 __all__ = ["FITTED", "fitted_class", "set_class", "watched_of_fitted"]
 
@@ -51,9 +57,9 @@ def watched_of_fitted() -> Iterator[Watched]:
         Watched(
             model,
             fitted.calls,
-            fitted.optimizers.meet,
-            fitted.flights.backwards,
-            fitted.arrivals,
+            fitted.optimizers.note_optimizer,
+            fitted.pending.backwards,
+            fitted.gradient_watcher,
             fitted.configuration.advice,
             fitted.optimizers.updated_and_not_stepped,
         )

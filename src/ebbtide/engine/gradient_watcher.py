@@ -251,8 +251,8 @@ def _leaf_of(parameter: torch.Tensor) -> Any:
     return gradient_leaf(parameter) if parameter.requires_grad else None
 
 
-def _arrives(arrivals: weakref.ref[GradientWatcher], key: int, _: Any) -> None:
-    if (told := arrivals()) is not None:
+def _arrives(watcher: weakref.ref[GradientWatcher], key: int, _: Any) -> None:
+    if (told := watcher()) is not None:
         told.arrived(key)
 
 

@@ -23,7 +23,7 @@ from ebbtide.cost.cache import product_precisions
 from ebbtide.torch_seams.hooks import global_hooks
 from ebbtide.torch_seams.trees import tree_flatten
 
-__all__ = ["Code", "Slot", "key_of", "modes_of", "part_of", "with_sizes"]
+__all__ = ["CallSlot", "Code", "key_of", "modes_of", "part_of", "with_sizes"]
 
 _DEPTH = 6
 _LONG = 256
@@ -31,7 +31,7 @@ _VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.d
 _FUNCTIONS = (types.FunctionType, classmethod, staticmethod)
 
 
-class Slot(NamedTuple):
+class CallSlot(NamedTuple):
     """Which call of a round it is.
 
     Attributes:
@@ -118,7 +118,7 @@ class Code:
     """The functions of a model's classes: one that is put on a class later makes another step. Torch guards none."""
 
     def __init__(self) -> None:
-        self._known: dict[type, tuple[tuple[int, ...], frozenset[object]]] = {}
+        self._functions_of_class: dict[type, tuple[tuple[int, ...], frozenset[object]]] = {}
 
     def of(self, classes: Iterable[type]) -> frozenset[object]:
         """The part of a key that says which functions these classes and their bases have."""
@@ -129,8 +129,8 @@ class Code:
     def _functions(self, kind: type) -> frozenset[object]:
         names = vars(kind)
         now = tuple(map(id, names.values()))  # functions that are known are kept, so that no other has their id
-        known = self._known.get(kind)
+        known = self._functions_of_class.get(kind)
         if known is None or known[0] != now:
             found = frozenset((name, value) for name, value in names.items() if isinstance(value, _FUNCTIONS))
-            self._known[kind] = known = (now, found)
+            self._functions_of_class[kind] = known = (now, found)
         return known[1]

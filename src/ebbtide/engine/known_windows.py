@@ -7,7 +7,7 @@
 3. Of a slot of which nothing is known, something is *likely* if losses of others are: what the largest of them took,
    as much more as the new step is larger than its step was, by its outputs or by its unplanned peak.
 4. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
-5. Two forwards *train together* if one of them was in the air when the other had its backward, or its own came later.
+5. Two forwards *train together* if one of them was pending when the other had its backward, or its own came later.
    Those that never did are an evaluation that has forgotten ``no_grad``, once perhaps: plans leave room for them where
    there is room, and no training is refused for them.
 """
@@ -18,8 +18,8 @@ import math
 import warnings
 from dataclasses import dataclass, field
 
-from ebbtide.engine.flights import Flight
-from ebbtide.engine.key import Slot
+from ebbtide.engine.key import CallSlot
+from ebbtide.engine.pending_steps import PendingStep
 from ebbtide.engine.retained import Retained
 from ebbtide.engine.user_window import UserWindow
 from ebbtide.faults import users_level
@@ -27,24 +27,26 @@ from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.units import format_bytes
 
-__all__ = ["KnownWindows", "learn_flight", "learn_retained"]
+__all__ = ["KnownWindows", "learn_overlap", "learn_retained"]
 
 
 @dataclass
 class KnownWindows:
     """What the user windows of one model's steps take, as far as it was learned (definition 2)."""
 
-    _losses: dict[Slot, UserWindow] = field(default_factory=dict[Slot, UserWindow])
-    _sizes: dict[Slot, tuple[int, int]] = field(default_factory=dict[Slot, "tuple[int, int]"])
-    _forwards: dict[Slot, dict[Slot, UserWindow]] = field(default_factory=dict[Slot, "dict[Slot, UserWindow]"])
-    _retained: dict[Slot, Retained] = field(default_factory=dict[Slot, Retained])
-    _together: set[tuple[Slot, Slot]] = field(default_factory=set[tuple[Slot, Slot]])
+    _losses: dict[CallSlot, UserWindow] = field(default_factory=dict[CallSlot, UserWindow])
+    _sizes: dict[CallSlot, tuple[int, int]] = field(default_factory=dict[CallSlot, "tuple[int, int]"])
+    _forwards: dict[CallSlot, dict[CallSlot, UserWindow]] = field(
+        default_factory=dict[CallSlot, "dict[CallSlot, UserWindow]"]
+    )
+    _retained: dict[CallSlot, Retained] = field(default_factory=dict[CallSlot, Retained])
+    _together: set[tuple[CallSlot, CallSlot]] = field(default_factory=set[tuple[CallSlot, CallSlot]])
 
-    def of(self, slot: Slot) -> UserWindow | None:
-        """All that happens between the graphs of calls of ``slot``, as far as it is known."""
-        known = [*self._forwards.get(slot, {}).values()]
-        if slot in self._losses:
-            known.append(self._losses[slot])
+    def of(self, call_slot: CallSlot) -> UserWindow | None:
+        """All that happens between the graphs of calls of ``call_slot``, as far as it is known."""
+        known = [*self._forwards.get(call_slot, {}).values()]
+        if call_slot in self._losses:
+            known.append(self._losses[call_slot])
         if not known:
             return None
         found = known[0]
@@ -52,22 +54,22 @@ class KnownWindows:
             found = found.joined(each)
         return found
 
-    def has_loss_of(self, slot: Slot) -> bool:
+    def has_loss_of(self, call_slot: CallSlot) -> bool:
         """Whether the loss outside was measured."""
-        return slot in self._losses
+        return call_slot in self._losses
 
-    def expects_forwards(self, slot: Slot) -> bool:
+    def expects_forwards(self, call_slot: CallSlot) -> bool:
         """Whether another forward is known to start before the backward."""
-        return slot in self._forwards
+        return call_slot in self._forwards
 
-    def expected(self, slot: Slot) -> frozenset[Slot]:
-        """The slots of forwards that are known to start before the backward of calls of ``slot``."""
-        return frozenset(self._forwards.get(slot, ()))
+    def expected(self, call_slot: CallSlot) -> frozenset[CallSlot]:
+        """The slots of forwards that are known to start before the backward of calls of ``call_slot``."""
+        return frozenset(self._forwards.get(call_slot, ()))
 
-    def learn_loss(self, slot: Slot, peak_bytes: int, held_bytes: int, program: Program) -> None:
+    def learn_loss(self, call_slot: CallSlot, peak_bytes: int, held_bytes: int, program: Program) -> None:
         """What user code took, once, and the step."""
-        self._losses[slot] = UserWindow(peak_bytes, held_bytes, peak_bytes)
-        self._sizes[slot] = _sizes_of(program)
+        self._losses[call_slot] = UserWindow(peak_bytes, held_bytes, peak_bytes)
+        self._sizes[call_slot] = _sizes_of(program)
 
     def likely(self, program: Program) -> UserWindow | None:
         """What user code may take in a step that has not run (definition 3)."""
@@ -82,43 +84,43 @@ class KnownWindows:
             found = each if found is None else found.joined(each)
         return found
 
-    def retained(self, slot: Slot) -> Retained | None:
-        """How backwards of calls of ``slot`` retain their graphs, if any did that can be planned for."""
-        known = self._retained.get(slot)
+    def retained(self, call_slot: CallSlot) -> Retained | None:
+        """How backwards of calls of ``call_slot`` retain their graphs, if any did that can be planned for."""
+        known = self._retained.get(call_slot)
         return None if known is None or known.hopeless else known
 
-    def learn_retained(self, slot: Slot, *, again: bool) -> bool:
+    def learn_retained(self, call_slot: CallSlot, *, again: bool) -> bool:
         """A backward retains its graph, or comes ``again`` through it; whether that is news."""
-        known = self._retained.get(slot)
+        known = self._retained.get(call_slot)
         if known is not None and (known.again or not again):
             return False
-        self._retained[slot] = Retained(again=again, hopeless=known is not None and known.hopeless)
+        self._retained[call_slot] = Retained(again=again, hopeless=known is not None and known.hopeless)
         return True
 
-    def give_up_retained(self, slot: Slot) -> None:
+    def forget_retained(self, call_slot: CallSlot) -> None:
         """No plan has the room."""
-        self._retained[slot] = Retained(again=True, hopeless=True)
+        self._retained[call_slot] = Retained(again=True, hopeless=True)
 
-    def learn_forward(self, slot: Slot, other: Slot, between: UserWindow) -> None:
-        """A call of ``other`` starts before the backward of one of ``slot``, of this model or of another fitted one."""
-        self._forwards.setdefault(slot, {})[other] = between
+    def learn_forward(self, call_slot: CallSlot, other: CallSlot, window: UserWindow) -> None:
+        """A call of ``other``, of any fitted model, starts before the backward of one of ``call_slot``."""
+        self._forwards.setdefault(call_slot, {})[other] = window
 
-    def learn_together(self, slot: Slot, other: Slot) -> None:
-        """A call of ``slot`` and one of ``other``, which started later, train together (definition 5)."""
-        self._together.add((slot, other))
+    def learn_together(self, call_slot: CallSlot, other: CallSlot) -> None:
+        """A call of ``call_slot`` and one of ``other``, which started later, train together (definition 5)."""
+        self._together.add((call_slot, other))
 
-    def has_untrained(self, slot: Slot) -> bool:
-        """Whether forwards are known to start before the backward of ``slot`` that train nothing with it."""
-        return any((slot, other) not in self._together for other in self._forwards.get(slot, ()))
+    def has_untrained(self, call_slot: CallSlot) -> bool:
+        """Whether forwards are known to start before the backward of ``call_slot`` that train nothing with it."""
+        return any((call_slot, other) not in self._together for other in self._forwards.get(call_slot, ()))
 
-    def forget_untrained(self, slot: Slot) -> bool:
+    def forget_untrained(self, call_slot: CallSlot) -> bool:
         """Forget these; whether there were any."""
-        known = self._forwards.get(slot, {})
-        untrained = [other for other in known if (slot, other) not in self._together]
+        known = self._forwards.get(call_slot, {})
+        untrained = [other for other in known if (call_slot, other) not in self._together]
         for other in untrained:
             del known[other]
         if not known:
-            self._forwards.pop(slot, None)
+            self._forwards.pop(call_slot, None)
         return bool(untrained)
 
 
@@ -127,29 +129,29 @@ def _sizes_of(program: Program) -> tuple[int, int]:
     return sum(program.buffers[each].bytes for each in set(program.forward_outputs)), unplanned_bytes(program)
 
 
-def learn_flight(flight: Flight, before: list[Flight]) -> None:
-    """``flight`` has started while those of ``before`` were in the air, the first of them first: tell their models."""
-    executable = flight.executable
+def learn_overlap(pending: PendingStep, before: list[PendingStep]) -> None:
+    """``pending`` has started while those of ``before`` were pending, the first of them first: tell their models."""
+    executable = pending.executable
     assert executable is not None
     plan, others = executable.plan, 0
     needs = executable.needs_bytes
     least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
     for earlier in reversed(before):
-        earlier.meanwhile.add(flight.slot)
-        if earlier.executable is None or earlier.home.knowledge is None:
+        earlier.overlap.started_since.add(pending.overlap.call_slot)
+        if earlier.executable is None or earlier.siblings.knowledge is None:
             continue
-        shared = {each.key for each in earlier.inputs}
-        own = others + sum(each.bytes for each in flight.inputs if each.key not in shared)
+        shared = {each.key for each in earlier.holdings.inputs}
+        own = others + sum(each.bytes for each in pending.holdings.inputs if each.key not in shared)
         proof = own + plan.reserve_bytes  # it may be proven again and again, by other plans
         found = UserWindow(proof + needs, own + executable.leaves_bytes, proof + min(least, needs))
-        earlier.home.knowledge.learn_forward(earlier.slot, flight.slot, found)
+        earlier.siblings.knowledge.learn_forward(earlier.overlap.call_slot, pending.overlap.call_slot, found)
         others += earlier.executable.leaves_bytes
 
 
-def learn_retained(flight: Flight, *, again: bool) -> None:
-    """The backward of ``flight`` retains its graph, or comes ``again`` through it: later steps leave room for that."""
-    executable, knowledge = flight.executable, flight.home.knowledge
-    if executable is None or knowledge is None or not knowledge.learn_retained(flight.slot, again=again):
+def learn_retained(pending: PendingStep, *, again: bool) -> None:
+    """The backward of ``pending`` retains its graph, or comes ``again`` through it: later steps leave room for that."""
+    executable, knowledge = pending.executable, pending.siblings.knowledge
+    if executable is None or knowledge is None or not knowledge.learn_retained(pending.overlap.call_slot, again=again):
         return
     plan = executable.plan
     program = plan.program

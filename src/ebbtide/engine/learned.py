@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from ebbtide.engine.after import AfterBackward
-from ebbtide.engine.key import Slot
+from ebbtide.engine.key import CallSlot
 from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.faults import users_level
 from ebbtide.planning.step_end import SCALARS_BYTES
@@ -32,13 +32,13 @@ class Learned:
     windows: KnownWindows = field(default_factory=KnownWindows)
     after: AfterBackward = field(default_factory=AfterBackward)
 
-    def is_known(self, slot: Slot, hooks: object) -> bool:
+    def is_known(self, call_slot: CallSlot, hooks: object) -> bool:
         """Whether it is known what user code takes outside of the two graphs of such a call."""
-        return self.windows.has_loss_of(slot) and self.after.is_known(slot, hooks)
+        return self.windows.has_loss_of(call_slot) and self.after.is_known(call_slot, hooks)
 
     def learn(
         self,
-        slot: Slot,
+        call_slot: CallSlot,
         hooks: object,
         plan: Plan,
         made_bytes: int,
@@ -51,7 +51,7 @@ class Learned:
         """A step has ended under ``plan``: note what user code took between its two graphs and after them.
 
         Args:
-            slot: of the call.
+            call_slot: of the call.
             hooks: on parameters, then.
             plan: that it ran under.
             made_bytes: state that optimizers have made since its forward, in hooks: it is resident from now on, also
@@ -61,13 +61,13 @@ class Learned:
             after_bytes: taken after the backward graph.
             after_left_bytes: of that, what stayed.
         """
-        self.after.learn(slot, hooks, plan, after_bytes, max(after_left_bytes, made_bytes))
-        if self.windows.has_loss_of(slot):
+        self.after.learn(call_slot, hooks, plan, after_bytes, max(after_left_bytes, made_bytes))
+        if self.windows.has_loss_of(call_slot):
             return
         tangents = plan.program.late_bytes - plan.program.held_bytes
         if peak_bytes - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
             peak_bytes = left_bytes = 0
-        self.windows.learn_loss(slot, peak_bytes, max(left_bytes - tangents, 0), plan.program)
+        self.windows.learn_loss(call_slot, peak_bytes, max(left_bytes - tangents, 0), plan.program)
         total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
         if total > plan.budget_bytes:
             warnings.warn(

@@ -26,7 +26,7 @@ from ebbtide.capture.joint import Captured
 from ebbtide.capture.loss import guarded
 from ebbtide.cost.attach import with_measured_costs
 from ebbtide.cost.cuda_workspace import has_product
-from ebbtide.cost.room import Room, within
+from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
 from ebbtide.engine.attempts import Again, Attempts
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.calls import NOTHING_TO_TRAIN
@@ -34,22 +34,22 @@ from ebbtide.engine.compiled import Call, StaleCapture
 from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import being_watched, choose_checks
-from ebbtide.engine.flights import Flight, returned_tensors
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
-from ebbtide.engine.known_windows import learn_flight
+from ebbtide.engine.known_windows import learn_overlap
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
+from ebbtide.engine.pending_steps import Holdings, Overlap, PendingStep, returned_tensors
 from ebbtide.engine.plans import PlanTask, demand_of, plan_for, warn_of_forward
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
 from ebbtide.engine.validity import Demand, Validity
 from ebbtide.errors import BudgetError, CaptureError, EbbtideError, InternalError, VerificationError
 from ebbtide.faults import forget_frames, own_faults
-from ebbtide.measurement.between import BetweenGauge
 from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.leftovers import forget_dead, leave, watches_of
 from ebbtide.measurement.libraries import take_workspaces
 from ebbtide.measurement.resident import device_of, tensors_in
+from ebbtide.measurement.user_window import UserWindowGauge
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
@@ -105,11 +105,11 @@ def train(
                 return _as_it_is(model, call)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
-            fresh = not step.piece.capture.made
+            fresh = not step.piece.capture.is_made
             try:
                 executable = step.of_checkpoint(now) or _holding(model, step, now)
                 if executable is None:
-                    now, executable = _made(model, step, call, now, attempts)
+                    now, executable = _make(model, step, call, now, attempts)
                     if executable is None:
                         return _as_it_is(model, call)
                     if executable.validity.request != model.request.number and attempts.may(Again.ASKED):
@@ -141,11 +141,11 @@ def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     refuse_transforms()
     release_failed_backward()
     note_planned_again()
-    if model.arrivals.watches:
-        model.arrivals.call_begins(parameters_in(call.module), first=not model.calls.planned)
-    outside, inside = sys.exception(), model.optimizers.inside
+    if model.gradient_watcher.watches:
+        model.gradient_watcher.call_begins(parameters_in(call.module), first=not model.calls.planned)
+    outside, inside = sys.exception(), model.optimizers.in_backward
     on_device = nullcontext() if call.device == "cpu" else on_device_of([call.module])  # may not be the current one
-    aside = nullcontext() if inside is None else inside.applied.aside()
+    aside = nullcontext() if inside is None else inside.gradient_guard.suspended()
     try:
         with on_device, aside:
             yield outside
@@ -163,11 +163,11 @@ def _look(model: FittedModel, call: Call, attempts: Attempts) -> CallContext:
     if optimizers.offloaded is not None:
         optimizers.offloaded.leave()
     now = model.observe(call)
-    if optimizers.inside is not None:
-        optimizers.inside.refuse_surroundings(call.module, checkpointed=now.checkpointed, hooked=bool(now.hooks))
-    if now.aloft and attempts.first and not now.checkpointed and not model.steps.is_no_graph(now):
-        own = [each for each in now.aloft if each.home is model.flights]
-        if own and not any(model.learned.windows.expects_forwards(each.slot) for each in own):
+    if optimizers.in_backward is not None:
+        optimizers.in_backward.refuse_surroundings(call.module, checkpointed=now.checkpointed, hooked=bool(now.hooks))
+    if now.pending and attempts.first and not now.checkpointed and not model.steps.is_no_graph(now):
+        own = [each for each in now.pending if each.siblings is model.pending]
+        if own and not any(model.learned.windows.expects_forwards(each.overlap.call_slot) for each in own):
             warn_of_forward("another forward of this model")
     attempts.first = False
     return now
@@ -211,7 +211,7 @@ def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exc
 # -- capture, plan, lower, prove ------------------------------------------------------------------------------
 
 
-def _made(
+def _make(
     model: FittedModel, step: Step, call: Call, now: CallContext, attempts: Attempts
 ) -> tuple[CallContext, Executable | None]:
     """What surrounds ``call`` once ``step`` is captured, and an executable for it; ``None`` if it trains nothing."""
@@ -220,23 +220,23 @@ def _made(
     if step.piece.captured is not None:
         progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
     with own_backwards(), narrated(progress, why):
-        with within(_room(model, step, call, now, attempts.refused)) as room:
+        with profiling_within(_profiling_budget(model, step, call, now, attempts.refused)) as profiling:
             found = _capture(model, step, call, now)
-        step.piece.profiled_without_memory = step.piece.profiled_without_memory or bool(room.untried)
+        step.piece.profiled_without_memory = step.piece.profiled_without_memory or bool(profiling.untried)
         model.steps.keep(step, now)
         if not found:
             return now, None
         now = _settled(model, step, call, now)
         if (executable := _holding(model, step, now)) is not None:
             return now, executable
-        request, inside = model.request, model.optimizers.inside if now.updates else None
+        request, inside = model.request, model.optimizers.in_backward if now.updates else None
         accumulating = now.accumulating and request.given_plan is None and inside is None
         captured = step.piece.captured_for(accumulating=accumulating)
         if inside is not None:
             inside.bind(call.module)
             captured = inside.with_norms(captured)
-        attempts.room = _room(model, step, call, now, attempts.refused)
-        with within(attempts.room), own_faults():
+        attempts.profiling = _profiling_budget(model, step, call, now, attempts.refused)
+        with profiling_within(attempts.profiling), own_faults():
             program = _cost(model, captured if inside is None else inside.with_updates(captured), now)
             demand = _demand(model, step, now)
             plan, provisional = plan_for(
@@ -251,24 +251,24 @@ def _made(
                     request=request,
                     windows=model.learned.windows,
                     optimizers=model.optimizers,
-                    flights=model.flights,
-                    known=model.steps.plans(),
+                    pending=model.pending,
+                    other_plans=model.steps.plans(),
                 )
             )
         if attempts.refused is not None:  # its trials took more than the budget: no step may follow
-            attempts.refused = _found_out(attempts.refused, plan)
+            attempts.refused = _answered(attempts.refused, plan)
             raise attempts.refused
         progress(Progress("lowering the plan and proving its graphs"))
         validity = Validity(
             request=request.number,
-            provisional=provisional,
+            tentative=provisional,
             accumulates=step.piece.accumulates(captured),
             updates=now.updates,
             settings=demand.settings,
             moves=plan.schedule.moves,
         )
         with own_faults():
-            return now, step.executable_for(captured, plan, validity, inside=inside)
+            return now, step.executable_for(captured, plan, validity, in_backward=inside)
 
 
 def _why(model: FittedModel, step: Step, call: Call, now: CallContext) -> str:
@@ -278,7 +278,7 @@ def _why(model: FittedModel, step: Step, call: Call, now: CallContext) -> str:
     other = model.steps.answered_otherwise(call, now)
     if other is not None:
         return OTHER_WAY.format(other)
-    return CHANGED if model.steps.knows(now) and not step.piece.capture.made else FIRST
+    return CHANGED if model.steps.knows(now) and not step.piece.capture.is_made else FIRST
 
 
 def _capture(model: FittedModel, step: Step, call: Call, now: CallContext) -> bool:
@@ -288,17 +288,17 @@ def _capture(model: FittedModel, step: Step, call: Call, now: CallContext) -> bo
         StaleCapture: if the step does not serve the call.
         CaptureError: if the call is not one graph.
     """
-    piece, flight = step.piece, _flight(model, step, None, now)
+    piece, pending = step.piece, _pending(model, step, None, now)
     try:
-        inputs = piece.capture.inputs_of(call, flight)
+        inputs = piece.capture.inputs_of(call, pending)
     except StaleCapture:
         raise
     except BaseException:
-        if piece.capture.made:  # it was captured when a signal came, which has waited; the next call needs no other
+        if piece.capture.is_made:  # it was captured when a signal came, which has waited; the next call needs no other
             model.steps.keep(step, now)
         raise
     finally:
-        flight.give_up()
+        pending.abandon()
     if inputs is None:
         return False
     if piece.captured is None:
@@ -348,23 +348,27 @@ def _more_can_be_found_out(
     it were asked for, and the refusal is made anew. So is the capture, if it had no room to ask kernels how they lay
     out results, on which the refusal rests.
     """
-    room, stands = attempts.room or Room(), error is attempts.refused
-    if not stands and step.piece.profiled_without_memory and not room.trial_bytes:
+    profiling, stands = attempts.profiling or ProfilingBudget(), error is attempts.refused
+    if not stands and step.piece.profiled_without_memory and not profiling.refused_bytes:
         if attempts.may(Again.CAPTURED_IN_ROOM):
             model.steps.forget(step, now)
             attempts.refused = error
             return True
-    named = _room(model, step, call, now, error)
-    if not stands and any(map(named.holds, (*room.untried, *room.unknown))) and attempts.may(Again.ROOM):
+    named = _profiling_budget(model, step, call, now, error)
+    if (
+        not stands
+        and any(map(named.holds, (*profiling.untried, *profiling.unknown_facts)))
+        and attempts.may(Again.ROOM)
+    ):
         attempts.refused = error
         return True
-    for note in _rests_on(room, step):
+    for note in _rests_on(profiling, step):
         error.add_note(note)
     attempts.refused = None
     return False
 
 
-def _found_out(refused: BudgetError, plan: Plan) -> BudgetError:
+def _answered(refused: BudgetError, plan: Plan) -> BudgetError:
     """The refusal of a budget for which there is ``plan``, which rests on what more than the budget found out."""
     smallest = min(plan.smallest_bytes, refused.budget_bytes)
     return BudgetError(
@@ -380,18 +384,20 @@ def _found_out(refused: BudgetError, plan: Plan) -> BudgetError:
     )
 
 
-def _rests_on(room: Room, step: Step) -> Iterator[str]:
+def _rests_on(profiling: ProfilingBudget, step: Step) -> Iterator[str]:
     """What a refusal says of ops whose trial the budget had no room for."""
-    if room.trial_bytes:
+    if profiling.refused_bytes:
         yield "The smallest budget rests on what all ops took that were tried out in what that budget leaves"
-    if room.untried or step.piece.profiled_without_memory:
+    if profiling.untried or step.piece.profiled_without_memory:
         yield (
             "The smallest budget rests on estimates where ops had no room to be tried out: what their kernels take "
             "besides their results is not in it"
         )
 
 
-def _room(model: FittedModel, step: Step, call: Call, now: CallContext, refused: BudgetError | None) -> Room:
+def _profiling_budget(
+    model: FittedModel, step: Step, call: Call, now: CallContext, refused: BudgetError | None
+) -> ProfilingBudget:
     """What of the budget is free for finding out about a step; nothing is known of a share before the capture.
 
     Where a budget was ``refused``, that is what the one leaves which the refusal names, or, if that is more, what no
@@ -413,46 +419,48 @@ def _room(model: FittedModel, step: Step, call: Call, now: CallContext, refused:
     if refused is not None:
         floor = 0 if captured is None else floor_bytes(captured.program)[0]
         trial = max((refused.smallest_bytes or 0) - resident, floor, 0)
-    return Room(free, lenders, strict=strict, trial_bytes=trial)
+    return ProfilingBudget(free, lenders, strict=strict, refused_bytes=trial)
 
 
 # -- run ------------------------------------------------------------------------------------------------------
 
 
-def _flight(model: FittedModel, step: Step, executable: Executable | None, now: CallContext) -> Flight:
-    expected = model.learned.windows.expected(now.slot)
-    flight = Flight(
-        executable, model.flights, now.slot, now.inputs, expected, hooked=now.hooked, capture=step.piece.capture
+def _pending(model: FittedModel, step: Step, executable: Executable | None, now: CallContext) -> PendingStep:
+    return PendingStep(
+        executable,
+        model.pending,
+        Overlap(now.call_slot, model.learned.windows.expected(now.call_slot)),
+        Holdings(step.piece.capture, now.inputs),
+        model.optimizers.in_backward,
+        now.hooked,
     )
-    flight.inside = model.optimizers.inside
-    return flight
 
 
 def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now: CallContext) -> Any:
     """The forward of ``call`` under ``executable``."""
-    flight = _flight(model, step, executable, now)
-    alone = not model.flights
-    model.flights.disturb()
-    choose_checks(flight, now.device)
-    if executable.code.updates and flight.inside is not None and not flight.inside.has_updated:
-        flight.gauge = None  # the optimizer makes its state in this step, which is counted as there already
-    if flight.proves and alone:
-        flight.restore = snapshot(step.piece.changed_in(call.module), now.device)
+    pending = _pending(model, step, executable, now)
+    alone = not model.pending
+    model.pending.disturb()
+    choose_checks(pending, now.device)
+    if executable.code.updates and pending.optimizer is not None and not pending.optimizer.has_updated:
+        pending.measuring.gauge = None  # the optimizer makes its state in this step, which is counted as there already
+    if pending.proves and alone:
+        pending.measuring.restore = snapshot(step.piece.changed_in(call.module), now.device)
     try:
-        outputs, detached = step.piece.capture(call, flight)
+        outputs, detached = step.piece.capture(call, pending)
     except BaseException as error:
-        flight.give_up()
-        if isinstance(error, VerificationError) and flight.restore is not None:
-            flight.restore()
+        pending.abandon()
+        if isinstance(error, VerificationError) and pending.measuring.restore is not None:
+            pending.measuring.restore()
         raise
     step.ran(executable)
-    flight.take_off(outputs)
-    _ran(model, step, flight, now)
+    pending.register(outputs)
+    _ran(model, step, pending, now)
     model.calls.count_planned()
     return guarded(outputs, detached)
 
 
-def _ran(model: FittedModel, step: Step, flight: Flight, now: CallContext) -> None:
+def _ran(model: FittedModel, step: Step, pending: PendingStep, now: CallContext) -> None:
     """Note that the forward of ``step`` has returned, and have measured what user code does from here on."""
     optimizers, learned = model.optimizers, model.learned
     model.steps.keep(step, now)
@@ -461,19 +469,19 @@ def _ran(model: FittedModel, step: Step, flight: Flight, now: CallContext) -> No
         step.optimizer_traffic = optimizers.offloaded.traffic
     if step.forward_calls > 1:
         model.steps.served_again(now)
-    plan = None if flight.executable is None else flight.executable.plan
+    plan = None if pending.executable is None else pending.executable.plan
     optimizers.forward_ran(plan, now, step.resident_bytes(now))
     if now.checkpointed:
         return
     if now.flying_bytes:
-        learn_flight(flight, [each for each in now.aloft if each.number in each.home.in_the_air])
-    elif not learned.is_known(now.slot, now.hooks) and not being_watched(now.device):
+        learn_overlap(pending, [each for each in now.pending if each.number in each.siblings.by_number])
+    elif not learned.is_known(now.call_slot, now.hooks) and not being_watched(now.device):
         sizes = optimizers.state_sizes()
 
         def learn(peak_bytes: int, left_bytes: int, after_bytes: int, after_left_bytes: int) -> None:
             if step.plan is not None:
                 learned.learn(
-                    now.slot,
+                    now.call_slot,
                     now.hooks,
                     step.plan,
                     optimizers.made_since(sizes),
@@ -483,5 +491,5 @@ def _ran(model: FittedModel, step: Step, flight: Flight, now: CallContext) -> No
                     after_left_bytes=after_left_bytes,
                 )
 
-        flight.between = BetweenGauge(now.device, learn)
-        flight.between.begin()
+        pending.measuring.window_gauge = UserWindowGauge(now.device, learn)
+        pending.measuring.window_gauge.begin()

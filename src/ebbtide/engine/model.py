@@ -4,7 +4,7 @@
 - its captured *steps* are written by captures and by the loop (``captured_steps``);
 - what its runs have *learned* of the code around them is written when a step ends (``learned``);
 - its *optimizers* are written by those who tell of one and by hooks at their steps (``optimizer_link``);
-- its *flights* are forwards whose backward has not come (``flights``).
+- its *pending steps* are forwards whose backward has not come (``pending_steps``).
 
 Functions take the part that they need. Only the loop (``loop``) sees the whole.
 """
@@ -21,11 +21,11 @@ from ebbtide.engine.calls import Calls
 from ebbtide.engine.captured_steps import CapturedSteps
 from ebbtide.engine.compiled import Call
 from ebbtide.engine.configuration import Configuration, Request
-from ebbtide.engine.flights import Flights
 from ebbtide.engine.gradient_watcher import GradientWatcher
 from ebbtide.engine.key import Code
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
+from ebbtide.engine.pending_steps import PendingSteps
 from ebbtide.engine.step import Step
 from ebbtide.report.plan import Plan
 from ebbtide.units import Budget
@@ -48,8 +48,8 @@ class FittedModel:
         number: of the model among all that were ever fitted.
         steps: that are captured.
         learned: from runs.
-        flights: forwards whose backward has not come.
-        arrivals: of gradients at its parameters.
+        pending: forwards whose backward has not come.
+        gradient_watcher: of gradients at its parameters.
         code: the functions of its classes.
         last: the step that ran last.
     """
@@ -62,13 +62,13 @@ class FittedModel:
     number: int = field(default_factory=_numbers.__next__)
     steps: CapturedSteps = field(init=False)
     learned: Learned = field(default_factory=Learned)
-    flights: Flights = field(init=False)
-    arrivals: GradientWatcher = field(default_factory=GradientWatcher)
+    pending: PendingSteps = field(init=False)
+    gradient_watcher: GradientWatcher = field(default_factory=GradientWatcher)
     code: Code = field(default_factory=Code)
     last: Step | None = None
 
     def __post_init__(self) -> None:
-        self.flights = Flights(self.learned.windows)
+        self.pending = PendingSteps(self.learned.windows)
         self.steps = CapturedSteps(name=self.plain_class.__name__, configuration=self.configuration)
 
     def configure(self, configuration: Configuration) -> None:
@@ -104,7 +104,7 @@ class FittedModel:
             call,
             number=self.number,
             code=self.code,
-            flights=self.flights,
+            siblings=self.pending,
             optimizers=self.optimizers.all,
             gradients_stay=self.configuration.gradients_stay,
             updates=self.optimizers.updates_in_backward,

@@ -13,7 +13,7 @@ import torch
 
 from ebbtide.engine.call_context import CallContext
 from ebbtide.errors import UsageError
-from ebbtide.measurement.resident import held_by, optimizers_in, resident_bytes, stepping
+from ebbtide.measurement.resident import as_stepping, held_by, optimizers_in, resident_bytes
 from ebbtide.optimizer.cost.step_end import OptimizerStepCost, StepRecheck, taken_of
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
@@ -32,27 +32,27 @@ class OptimizerLink:
     """What one fitted model knows of its optimizers.
 
     Args:
-        told: whose state counts, also before it exists; ``None`` if no optimizer was told of.
+        given: whose state counts, also before it exists; ``None`` if no optimizer was told of.
         offloaded: where its state is in a step, if not in place.
-        inside: the optimizer in its steps, if it is.
+        in_backward: the optimizer in its steps, if it is.
 
     Attributes:
-        told: likewise. ``None`` from where another one steps all that it steps.
+        given: likewise. ``None`` from where another one steps all that it steps.
         offloaded: likewise.
-        inside: likewise.
+        in_backward: likewise.
         others: that have stepped weights of the model and were not told of: what state they have counts.
     """
 
     def __init__(
         self,
-        told: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None,
         *,
         offloaded: BudgetedOffload | None = None,
-        inside: OptimizerInBackward | None = None,
+        in_backward: OptimizerInBackward | None = None,
     ) -> None:
-        self.told = told
+        self.given = optimizer
         self.offloaded = offloaded
-        self.inside = inside
+        self.in_backward = in_backward
         self.others = weakref.WeakSet[torch.optim.Optimizer]()
         self._state_when_met = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._stepping: OptimizerStepCost | None = None
@@ -62,28 +62,28 @@ class OptimizerLink:
     @property
     def all(self) -> list[torch.optim.Optimizer]:
         """All whose state counts."""
-        told = [] if self.told is None else [self.told]
-        return [*told, *(each for each in self.others if each is not self.told)]
+        told = [] if self.given is None else [self.given]
+        return [*told, *(each for each in self.others if each is not self.given)]
 
     @property
-    def stepping(self) -> OptimizerStepCost | None:
+    def step_cost(self) -> OptimizerStepCost | None:
         """The step of the optimizer that was told of, where its state stays in place."""
-        if self.told is None or self.offloaded is not None:
+        if self.given is None or self.offloaded is not None:
             return None
-        if self._stepping is None or self._stepping.optimizer is not self.told:
-            one_by_one = self.inside is not None and is_of_torch(self.told)
-            self._stepping = OptimizerStepCost(self.told, one_by_one=one_by_one)
+        if self._stepping is None or self._stepping.optimizer is not self.given:
+            one_by_one = self.in_backward is not None and is_of_torch(self.given)
+            self._stepping = OptimizerStepCost(self.given, one_by_one=one_by_one)
         return self._stepping
 
     @property
     def updates_in_backward(self) -> bool:
         """Whether a backward of a call that this thread makes now applies its gradients."""
-        return self.inside is not None and not self.inside.accumulates
+        return self.in_backward is not None and not self.in_backward.accumulates
 
     @property
     def updated_and_not_stepped(self) -> bool:
         """Whether the last backward has updated weights, and their optimizer has not stepped since."""
-        return self.inside is not None and bool(self.inside.updated_and_not_stepped)
+        return self.in_backward is not None and bool(self.in_backward.updated_and_not_stepped)
 
     def close(self) -> None:
         """Leave the optimizer as it was: the model is not fitted any more.
@@ -91,8 +91,8 @@ class OptimizerLink:
         Raises:
             TierError: if its state could not be brought back.
         """
-        if self.inside is not None:
-            self.inside.close()
+        if self.in_backward is not None:
+            self.in_backward.close()
         if self.offloaded is not None:
             self.offloaded.close()
 
@@ -106,24 +106,25 @@ class OptimizerLink:
         Raises:
             UsageError: if the one that it replaces has updated weights inside of a backward, and has not stepped yet.
         """
-        if optimizer is self.told:
+        if optimizer is self.given:
             return False
-        if self.inside is not None and self.inside.updated_and_not_stepped:
+        if self.in_backward is not None and self.in_backward.updated_and_not_stepped:
             raise UsageError(
-                f'{class_names(self.inside.optimizer)} has updated the weights in the backward (step="inside"), and '
+                f"{class_names(self.in_backward.optimizer)} has updated the weights in the backward "
+                '(step="inside"), and '
                 "its step has not been called: call it and clear gradients, and tell of the other optimizer then",
                 argument="optimizer",
                 value=optimizer,
             )
         replaced = [each for each in self.all if _state_bytes(each) and each is not optimizer]
-        self.told, self._stepping, self._parameters_planned_for = optimizer, None, None
+        self.given, self._stepping, self._parameters_planned_for = optimizer, None, None
         self.others = weakref.WeakSet(replaced)
-        if self.inside is not None:
-            self.inside.close()
-            self.inside = OptimizerInBackward(optimizer, self.inside.clipping, self.inside.scaler)
+        if self.in_backward is not None:
+            self.in_backward.close()
+            self.in_backward = OptimizerInBackward(optimizer, self.in_backward.clipping, self.in_backward.scaler)
         return True
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer is about to step weights of the model, maybe one that nobody told of.
 
         Its state counts from the next call on, and that of one whose place it takes as long as somebody else has it.
@@ -133,16 +134,16 @@ class OptimizerLink:
                 Nothing has been changed.
             BudgetError: if options have been changed since the last call, for which its budget has no room.
         """
-        told = self.told
-        if self._at_the_step is not None and self.stepping is not None and told is not None:
+        told = self.given
+        if self._at_the_step is not None and self.step_cost is not None and told is not None:
             if any(each is optimizer for each in optimizers_in(told)):
-                self._at_the_step.refuse_more(self.stepping)
+                self._at_the_step.refuse_more(self.step_cost)
                 self._at_the_step = None
-        if optimizer is told or (self.inside is None and optimizer in self.others):
+        if optimizer is told or (self.in_backward is None and optimizer in self.others):
             return
         if told is not None and any(each is optimizer for each in optimizers_in(told)):
             return
-        inside = self.inside
+        inside = self.in_backward
         holds_it = inside is not None and any(each is inside.optimizer for each in optimizers_in(optimizer))
         if inside is not None and not holds_it and inside.updated_and_not_stepped & _parameters_of(optimizer):
             raise UsageError(
@@ -160,7 +161,7 @@ class OptimizerLink:
         self._state_when_met[optimizer] = _state_bytes(optimizer)
         if told is not None and self.offloaded is None and _parameters_of(told) <= _parameters_of(optimizer):
             self.others.add(told)
-            self.told = self._stepping = None
+            self.given = self._stepping = None
 
     # -- what they keep, and will keep --------------------------------------------------------------------------
 
@@ -170,15 +171,15 @@ class OptimizerLink:
 
     def made_since(self, sizes: dict[int, int]) -> int:
         """Bytes of state that were made since :meth:`state_sizes` gave ``sizes``; 0 of an optimizer in the step."""
-        if self.inside is not None:
+        if self.in_backward is not None:
             return 0
         return sum(_state_bytes(each) - sizes.get(id(each), self._state_when_met.get(each, 0)) for each in self.all)
 
     def state_to_come_bytes(self) -> int:
         """What the optimizer that was told of will make in its first step and keep through a training step."""
-        if self.told is None:
+        if self.given is None:
             return 0
-        return future_state_bytes(self.told) if self.offloaded is None else self.offloaded.resident_to_come_bytes
+        return future_state_bytes(self.given) if self.offloaded is None else self.offloaded.resident_to_come_bytes
 
     def state_not_planned_for_bytes(self) -> int:
         """Bytes of state to come that plans may have no room for: none once it is there, or there was room for it.
@@ -186,10 +187,10 @@ class OptimizerLink:
         Asked until there is any state, so that a budget is refused before the weights have changed, and again where it
         has got other parameters since, until a plan with room for their state holds.
         """
-        optimizer = self.told
+        optimizer = self.given
         if optimizer is None or _without_state.get(optimizer, self) == _options_of(optimizer):
             return 0
-        if any(any(stepping(each).state.values()) for each in parts_of(optimizer)):
+        if any(any(as_stepping(each).state.values()) for each in parts_of(optimizer)):
             known, there = self._parameters_planned_for, _parameter_count(optimizer)
             if known is None:
                 self._parameters_planned_for = there
@@ -201,8 +202,8 @@ class OptimizerLink:
 
     def plan_holds(self) -> None:
         """Note that a plan has room for all state that is to come."""
-        if self.told is not None and self._parameters_planned_for is not None:
-            self._parameters_planned_for = _parameter_count(self.told)
+        if self.given is not None and self._parameters_planned_for is not None:
+            self._parameters_planned_for = _parameter_count(self.given)
 
     # -- what its step takes ------------------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class OptimizerLink:
         """What is taken where the optimizer steps after a call; ``None`` if it does inside, or is not known."""
         if self.offloaded is not None:
             end = self.offloaded.end
-        elif (step := self.stepping) is not None and (step.one_by_one or not now.updates):
+        elif (step := self.step_cost) is not None and (step.one_by_one or not now.updates):
             end = step.end(now.trained)
         else:
             return None
@@ -220,7 +221,7 @@ class OptimizerLink:
         """What is counted of the step of the optimizer that was told of."""
         if now.updates:
             return IN_THE_STEP
-        return "" if (step := self.stepping) is None else taken_of(step.taken_bytes(now.trained))
+        return "" if (step := self.step_cost) is None else taken_of(step.taken_bytes(now.trained))
 
     def forward_ran(self, plan: Plan | None, now: CallContext, resident_bytes: int) -> None:
         """Note under which ``plan`` a forward ran, so that options changed before the step are held against it.
@@ -230,7 +231,7 @@ class OptimizerLink:
             now: what surrounded its call.
             resident_bytes: before that.
         """
-        if (step := self.stepping) is None or plan is None or self.inside is not None or now.checkpointed:
+        if (step := self.step_cost) is None or plan is None or self.in_backward is not None or now.checkpointed:
             self._at_the_step = None
             return
         self._at_the_step = StepRecheck(
@@ -256,7 +257,7 @@ class OptimizerLink:
 
     def advice_to_tell(self) -> Iterator[str]:
         """What a refusal says of optimizers that have come after the first plan."""
-        if self.told is None and self.others:
+        if self.given is None and self.others:
             yield (
                 f"The state of {self.names} counts since its first step. optimizer= of ebbtide.fit, or "
                 "ebbtide.set_optimizer(model, optimizer), tells of it before, so that a budget without room for it is "
@@ -269,11 +270,11 @@ _without_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakr
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> object:
-    return [settings_of(group) for each in parts_of(optimizer) for group in stepping(each).param_groups]
+    return [settings_of(group) for each in parts_of(optimizer) for group in as_stepping(each).param_groups]
 
 
 def _parameter_count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for each in parts_of(optimizer) for group in stepping(each).param_groups)
+    return sum(len(group["params"]) for each in parts_of(optimizer) for group in as_stepping(each).param_groups)
 
 
 def _names_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:

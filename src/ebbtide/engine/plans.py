@@ -20,13 +20,13 @@ from ebbtide.engine.after import hooks_end
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.configuration import Configuration, Request
-from ebbtide.engine.flights import Flights
 from ebbtide.engine.given import given_plan_here, program_of, start_here
 from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
+from ebbtide.engine.pending_steps import PendingSteps
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
-from ebbtide.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_flights
+from ebbtide.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_pending
 from ebbtide.engine.retained import Retained, plan_retained
 from ebbtide.engine.step import Step
 from ebbtide.engine.user_window import UserWindow
@@ -63,12 +63,12 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
         learned: of the code around them.
         optimizers: of the model.
     """
-    windows, inside = learned.windows, optimizers.inside
+    windows, inside = learned.windows, optimizers.in_backward
     return Demand(
         request=request,
         resident_bytes=step.resident_bytes(now) + optimizers.state_not_planned_for_bytes(),
-        window=windows.of(now.slot),
-        retained=windows.retained(now.slot),
+        window=windows.of(now.call_slot),
+        retained=windows.retained(now.call_slot),
         ends=tuple(_ends_of(step, now, learned, optimizers)),
         guess=_waits_for_a_loss(step, now, windows) or (bool(now.flying_bytes) and not now.was_expected),
         accumulating=now.accumulating,
@@ -85,12 +85,12 @@ def _ends_of(step: Step, now: CallContext, learned: Learned, optimizers: Optimiz
     if own is not None:
         yield own
     held = 0 if own is None or optimizers.offloaded is None else own.held_bytes
-    yield hooks_end(learned.after.bytes(now.slot, now.hooks), held)
+    yield hooks_end(learned.after.bytes(now.call_slot, now.hooks), held)
     yield StepEnd(step.piece.capture.asked_bytes, held, what=_ASKED, remedy=_ASK_OUTSIDE, before=True)
 
 
 def _waits_for_a_loss(step: Step, now: CallContext, windows: KnownWindows) -> bool:
-    return not windows.has_loss_of(now.slot) and step.piece.loss_is_outside
+    return not windows.has_loss_of(now.call_slot) and step.piece.loss_is_outside
 
 
 def warn_of_forward(what: str) -> None:
@@ -121,8 +121,8 @@ class PlanTask:
         request: what is asked of its steps.
         windows: what is known of them.
         optimizers: of the model.
-        flights: of the model.
-        known: plans of the model that are at hand.
+        pending: steps of the model.
+        other_plans: plans of the model that are at hand.
     """
 
     step: Step
@@ -135,13 +135,13 @@ class PlanTask:
     request: Request
     windows: KnownWindows
     optimizers: OptimizerLink
-    flights: Flights
-    known: Sequence[Plan]
+    pending: PendingSteps
+    other_plans: Sequence[Plan]
 
     @property
     def finish(self) -> Finish:
         """What is done to a captured step after its rewrites."""
-        inside = self.optimizers.inside
+        inside = self.optimizers.in_backward
         return inside.with_updates if inside is not None and self.now.updates else itself
 
     @property
@@ -152,11 +152,11 @@ class PlanTask:
     def to_come(self) -> dict[str, int]:
         """What a budget has to hold that is not there yet, by kind."""
         found: dict[str, int] = {}
-        if self.optimizers.told is not None:
+        if self.optimizers.given is not None:
             found[STATE] = self.optimizers.state_to_come_bytes()
         if self.configuration.gradients_stay:
             granularity = ALLOCATOR_GRANULARITY_BYTES[self.now.device]
-            found[GRADIENTS_TO_COME] = gradients_to_come(self.now.module, self.optimizers.told, granularity)
+            found[GRADIENTS_TO_COME] = gradients_to_come(self.now.module, self.optimizers.given, granularity)
         return found
 
     def reserve_bytes(self) -> int:
@@ -186,11 +186,11 @@ def plan_for(task: PlanTask) -> tuple[Plan, bool]:
         task.step, now, task.arguments, task.optimizers.all, to_come=to_come, resident_bytes=resident
     )
     if task.request.given_plan is not None:
-        return _given(task, task.request.given_plan, resident, reserve, parts), False
+        return _fit_given_plan(task, task.request.given_plan, resident, reserve, parts), False
     guess = _waits_for_a_loss(task.step, now, windows)
     end = most_of(task.demand.ends, task.program)
     wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=guess))
-    window = windows.of(now.slot)
+    window = windows.of(now.call_slot)
     if window is None and guess and (likely := windows.likely(task.program)) is not None:
         with suppress(BudgetError):  # nobody is refused for what is likely alone
             return make_plan(**wanted.arguments(likely)), guess
@@ -202,18 +202,18 @@ def plan_for(task: PlanTask) -> tuple[Plan, bool]:
             try:
                 other = _instead(wanted, window, error, guess=guess)
             except BudgetError:
-                if not windows.has_untrained(now.slot):
+                if not windows.has_untrained(now.call_slot):
                     raise
                 other = None
             if other is not None:
                 return other
-            if not windows.forget_untrained(now.slot):
+            if not windows.forget_untrained(now.call_slot):
                 for note in (*_unknown_here(wanted.options.alternatives), *task.optimizers.advice_to_tell()):
                     error.add_note(note)
                 raise  # here, with no frame more than it has
         _warn_of_untrained()
-        window = windows.of(now.slot)
-    retained = windows.retained(now.slot)
+        window = windows.of(now.call_slot)
+    retained = windows.retained(now.call_slot)
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
 
 
@@ -236,7 +236,7 @@ def _unknown_here(alternatives: Sequence[Alternative]) -> Iterator[str]:
         )
 
 
-def _given(task: PlanTask, plan: Plan, resident: int, reserve: int, parts: Mapping[str, int]) -> Plan:
+def _fit_given_plan(task: PlanTask, plan: Plan, resident: int, reserve: int, parts: Mapping[str, int]) -> Plan:
     """``plan``, which the user gave, if it is for this step and holds here.
 
     Raises:
@@ -309,7 +309,7 @@ class _Wanted:
     def _seeds(self) -> list[Schedule]:
         """Schedules of the program that are known, and what the user's start says of it."""
         program, start = self.task.program, self.task.configuration.start
-        same = [plan.schedule for plan in self.task.known if plan.program.fingerprint == program.fingerprint]
+        same = [plan.schedule for plan in self.task.other_plans if plan.program.fingerprint == program.fingerprint]
         here = [] if start is not None and start.rewritten is not None else start_here(start, program)
         return [*same, *here]
 
@@ -329,7 +329,9 @@ def _options(task: PlanTask, parts: Mapping[str, int], *, guess: bool) -> Planni
         loss=LossPlace.OUTSIDE if guess else None,
     )
     start = [] if configuration.start is None else [configuration.start]
-    options = replace(configuration.planning, provenance=source, known=[*task.known, *start], resident_parts=parts)
+    options = replace(
+        configuration.planning, provenance=source, other_plans=[*task.other_plans, *start], resident_parts=parts
+    )
     if now.checkpointed:  # see Step.of_checkpoint
         options = replace(options, tiers=())
     if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
@@ -361,7 +363,7 @@ def _instead(
     """
     task, now = wanted.task, wanted.task.now
     share = task.request.budget.share is not None
-    granted = max((plan.budget_bytes for plan in task.known), default=0) if share else 0
+    granted = max((plan.budget_bytes for plan in task.other_plans), default=0) if share else 0
     if granted > (error.budget_bytes or 0):
         # A share is of each shape's own peak; what another shape was granted does no harm here.
         return make_plan(**wanted.arguments(window, Budget(bytes=granted))), guess
@@ -373,7 +375,7 @@ def _instead(
     if not now.flying_bytes or now.was_expected:
         return None
     # The forward in flight was planned without knowing of this one. The next round knows.
-    if all(each.home is not task.flights for each in now.aloft):
+    if all(each.siblings is not task.pending for each in now.pending):
         warn_of_forward("a forward of another fitted model")
     alone = replace(
         wanted,
@@ -381,7 +383,7 @@ def _instead(
         options=replace(
             wanted.options,
             planner="least_memory",
-            resident_parts=without_flights(wanted.options.resident_parts, now.flying_bytes),
+            resident_parts=without_pending(wanted.options.resident_parts, now.flying_bytes),
         ),
     )
     return make_plan(**alone.arguments(window)), True
@@ -403,7 +405,7 @@ def _figures_leave_out(wanted: _Wanted, error: BudgetError, *, guess: bool) -> I
             f"some {format_bytes(made)} of them are resident from the second micro-batch on, whose smallest "
             "budget is that much larger"
         )
-    told = task.optimizers.told
+    told = task.optimizers.given
     if told is not None and task.optimizers.offloaded is None and len(parts_of(told)) == 1:
         yield from offload_hint(told, now.module, error, program, wanted.resident_bytes)
 
@@ -412,7 +414,7 @@ def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> 
     """A plan that leaves room for what a backward keeps that retains its graph; ``plan`` itself where there is none."""
     budget = Budget(bytes=plan.budget_bytes)
     between, held = plan.program.between_bytes, plan.program.held_bytes
-    options = replace(wanted.options, known=[*wanted.options.known, plan])
+    options = replace(wanted.options, other_plans=[*wanted.options.other_plans, plan])
     program = replace(wanted.task.program, between_bytes=between, held_bytes=held)
     planned = replace(wanted, task=replace(wanted.task, program=program), options=options)
     seeds = [plan.schedule] if plan.rewritten is None else []
@@ -422,7 +424,7 @@ def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> 
 
     roomy = plan_retained(plan, with_aside, retained)
     if roomy is None:
-        wanted.task.windows.give_up_retained(wanted.task.now.slot)
+        wanted.task.windows.forget_retained(wanted.task.now.call_slot)
         warnings.warn(
             f"no plan within {format_bytes(plan.budget_bytes)} was found that has room for what a backward with "
             "retain_graph=True keeps: steps that retain their graph may exceed the budget",

@@ -8,13 +8,13 @@ import torch
 
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
-from ebbtide.engine.flights import kept_bytes
+from ebbtide.engine.pending_steps import kept_bytes
 from ebbtide.engine.step import Step
 from ebbtide.measurement.resident import resident_parts, tensors_in
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 
-__all__ = ["GRADIENTS_TO_COME", "STATE", "resident_by_kind", "without_flights"]
+__all__ = ["GRADIENTS_TO_COME", "STATE", "resident_by_kind", "without_pending"]
 
 STATE = OPTIMIZER_STATE
 GRADIENTS_TO_COME = "gradients that will stay"
@@ -60,6 +60,6 @@ def resident_by_kind(
     return {kind: size for kind, size in parts.items() if size}
 
 
-def without_flights(parts: Mapping[str, int], flying_bytes: int) -> dict[str, int]:
+def without_pending(parts: Mapping[str, int], flying_bytes: int) -> dict[str, int]:
     """``parts`` where so many bytes of forwards in flight do not count."""
     return {**parts, _FLIGHTS: parts.get(_FLIGHTS, 0) - flying_bytes}

@@ -51,7 +51,7 @@ class Kinds:
         call: Call,
         capture: Callable[[str, tuple[tuple[int, ...], ...]], Capture],
         *,
-        ways: int = 1,
+        branches: int = 1,
         another_way: bool = False,
     ) -> Capture | None:
         """The symbolic capture for a call that was not captured yet; ``None`` if it is to have its own.
@@ -60,7 +60,7 @@ class Kinds:
             rest: what its step depends on besides its arguments.
             call: that is to be captured.
             capture: from a device and the dimensions that are symbols to a new capture.
-            ways: that calls of the model have gone.
+            branches: that calls of the model have gone.
             another_way: whether its shape was captured, in another way through the model.
         """
         leaves, spec = tree_flatten((call.args, call.kwargs))
@@ -74,7 +74,7 @@ class Kinds:
         if not kind.shared:
             if another_way or shapes not in kind.seen:
                 kind.seen.append(shapes)
-            if len(kind.seen) <= max(OWN_CAPTURES + 1 - ways, 1) or len(set(kind.seen)) < 2:
+            if len(kind.seen) <= max(OWN_CAPTURES + 1 - branches, 1) or len(set(kind.seen)) < 2:
                 return None
             kind.changing = _changing(kind.seen)
         if not _serves(kind, shapes):
@@ -92,7 +92,7 @@ class Kinds:
                 kind.failures += 1
                 if kind.failures >= MOST_FAILURES:
                     kind.shared.clear()
-                elif not shared.made:
+                elif not shared.is_made:
                     kind.shared.remove(shared)
 
 

@@ -18,15 +18,15 @@ from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import Capture
 from ebbtide.engine.executable import Executable, executable_of
 from ebbtide.engine.first_runs import Phase
-from ebbtide.engine.flights import flights_of
+from ebbtide.engine.pending_steps import pending_steps_of
 from ebbtide.engine.piece import Piece
 from ebbtide.engine.validity import Demand, Validity
 from ebbtide.measurement.reserved import Reserved
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import apply_proven
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.traffic import Traffic
-from ebbtide.transfers.ways import Way
 from ebbtide.units import format_allowed, format_bytes, format_count
 
 __all__ = ["Step"]
@@ -50,7 +50,7 @@ class Step:
     """
 
     def __init__(
-        self, capture: Capture, *, verify: bool | Literal["always"], tiers: Mapping[str, Way] | None = None
+        self, capture: Capture, *, verify: bool | Literal["always"], tiers: Mapping[str, TransferPath] | None = None
     ) -> None:
         self.piece = Piece(capture)
         self.executable: Executable | None = None
@@ -138,7 +138,7 @@ class Step:
         """
         if now.checkpointed:
             for each in reversed(self._executables):
-                hooked = [flight.executable for flight in flights_of(each) if flight.hooked]
+                hooked = [pending.executable for pending in pending_steps_of(each) if pending.hooked]
                 if hooked:
                     return hooked[0]
         return None
@@ -155,7 +155,7 @@ class Step:
         return self._executables[-1].differs(demand) or "its plan has been forgotten"
 
     def executable_for(
-        self, captured: Captured, plan: Plan, validity: Validity, *, inside: OptimizerInBackward | None = None
+        self, captured: Captured, plan: Plan, validity: Validity, *, in_backward: OptimizerInBackward | None = None
     ) -> Executable:
         """``plan`` for ``captured``, or for what its rewrites and updates make of that, lowered and proven.
 
@@ -167,8 +167,8 @@ class Step:
         rewritten, replaced = captured, []
         if plan.rewritten is not None:
             rewritten, replaced = apply_proven(captured, plan.rewritten.rewrites)
-        if inside is not None:
-            rewritten = inside.with_updates(rewritten)
+        if in_backward is not None:
+            rewritten = in_backward.with_updates(rewritten)
         return executable_of(
             rewritten,
             plan,

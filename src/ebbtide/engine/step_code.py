@@ -21,8 +21,8 @@ from ebbtide.optimizer.in_step.updates import updates_in
 from ebbtide.report.plan import Plan
 from ebbtide.torch_seams.graphs import boxed_codegen
 from ebbtide.transfers.arena import Arena
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.slots import Slot
-from ebbtide.transfers.ways import Way
 
 __all__ = ["Callables", "StepCode", "callables_of", "code_of", "lowered_and_proven"]
 
@@ -65,20 +65,20 @@ class StepCode:
     default_dtype: torch.dtype
     tangents: tuple[Any, ...] = field(repr=False)
     slots: tuple[Slot, ...] = field(repr=False)
-    tiers: Mapping[str, Way] = field(repr=False)
+    tiers: Mapping[str, TransferPath] = field(repr=False)
 
     @property
     def moves(self) -> bool:
         """Whether it moves buffers to other tiers."""
         return bool(self.slots)
 
-    def arena(self, flight: int, timed: bool = False) -> Arena | None:
-        """An arena for a flight that is about to start, if it needs one; ``timed`` if the flight is measured.
+    def arena(self, number: int, timed: bool = False) -> Arena | None:
+        """An arena for a pending step that is about to start, if it needs one; ``timed`` if it is measured.
 
         Raises:
             TierError: if a tier has no room; nothing of the step has run.
         """
-        return Arena(self.slots, self.tiers, flight, timed) if self.slots else None
+        return Arena(self.slots, self.tiers, number, timed) if self.slots else None
 
     def rehearsal_tangents(self) -> list[torch.Tensor]:
         """Tangents as of a loss that ``backward()`` is called on: ones."""
@@ -99,7 +99,7 @@ def lowered_and_proven(captured: Captured, plan: Plan) -> Lowered:
     return lowered
 
 
-def code_of(captured: Captured, lowered: Lowered, *, device: str, tiers: Mapping[str, Way]) -> StepCode:
+def code_of(captured: Captured, lowered: Lowered, *, device: str, tiers: Mapping[str, TransferPath]) -> StepCode:
     """The code of ``captured`` as ``lowered``; nothing can be changed in the graphs from here on."""
     updates = {each.position: each.parameter for each in updates_in(captured).values()}
     tensors = [i for i, node in enumerate(captured.primals) if isinstance(node.meta.get("val"), torch.Tensor)]

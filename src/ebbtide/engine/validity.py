@@ -64,7 +64,7 @@ class Validity:
 
     Attributes:
         request: number of the request that it was made for.
-        provisional: whether it was planned for the least memory because something was not known yet.
+        tentative: whether it was planned for the least memory because something was not known yet.
         accumulates: whether it is for a step of which all gradients are added to others.
         updates: whether it is for calls whose backward applies gradients, or for those whose backward does not.
         settings: of the optimizer that does, with which its updates were priced; empty without one.
@@ -72,7 +72,7 @@ class Validity:
     """
 
     request: int
-    provisional: bool
+    tentative: bool
     accumulates: bool
     updates: bool
     settings: tuple[object, ...]
@@ -94,7 +94,7 @@ class Validity:
             found.append("its backward applies gradients" if now.updates else "its backward applies no gradients")
         elif self.settings != now.settings:
             found.append("options of the optimizer have changed")
-        if self.provisional and not now.guess:
+        if self.tentative and not now.guess:
             found.append("what happens between forward and backward, such as a loss outside the model, is measured now")
         if self.accumulates and not now.accumulating:
             found.append("gradients are no longer accumulated")

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ebbtide.errors import UsageError
+from ebbtide.torch_seams.compile_mode import capturing, constant_in_traces
 from ebbtide.torch_seams.patches import Attribute, Patch, patched
-from ebbtide.torch_seams.stance import capturing, constant_in_traces
 
 __all__ = ["opaque_head"]
 

@@ -54,15 +54,15 @@ class Holding:
         replaced: Replaced,
         op: str,
         level_bytes: int,
-        room: Callable[[], int],
+        free_bytes: Callable[[], int],
         workspace: Callable[[Call], int | None],
     ) -> None:
         self.replaced = replaced
         self._op = op
         self._level_bytes = level_bytes
-        self._room = room
+        self._room = free_bytes
         self._part = part_of(replaced, self._take, workspace)
-        self._known: dict[int, int] = {}
+        self._keys: dict[int, int] = {}
         self.how: How | None = None
 
     def before(self, *args: Any) -> None:
@@ -71,12 +71,12 @@ class Holding:
         Raises:
             VerificationError: if a sample does not hold.
         """
-        self._known.clear()
+        self._keys.clear()
         free = self._room() - self._level_bytes
         part, sample = self._part, self.replaced.sample
         if part is not None and part.bytes <= free:
             self.how = How.WHOLE
-            part.graph(*(args[position] for position in self.replaced.given))
+            part.graph(*(args[position] for position in self.replaced.inputs))
         elif sample is not None and sample.bytes <= free:
             self.how = How.SAMPLED
             if not sample.holds(args, self._take):
@@ -91,12 +91,12 @@ class Holding:
             VerificationError: if they have other bits than those of the part.
         """
         made: Sequence[Tensor] = results if isinstance(results, list | tuple) else (results,)
-        for position, known in self._known.items():
+        for position, known in self._keys.items():
             if fingerprint_of_values(made[position]) != known:
                 raise self._other_bits(f"its result {position}")
 
     def _take(self, position: int, value: Tensor) -> None:
-        self._known[position] = fingerprint_of_values(value)
+        self._keys[position] = fingerprint_of_values(value)
 
     def _other_bits(self, what: str) -> VerificationError:
         return VerificationError(
@@ -113,7 +113,7 @@ def held_ops(
     captured: Captured,
     actions: Sequence[object],
     timeline: Timeline,
-    room: Callable[[], int],
+    free_bytes: Callable[[], int],
     workspace: Callable[[Call], int | None],
 ) -> Iterator[Holding]:
     """One for each op of ``captured`` that stands for something; an op that a later rewrite has taken has none.
@@ -123,7 +123,7 @@ def held_ops(
         captured: the step that runs, with all rewrites in it.
         actions: of its schedule.
         timeline: of that.
-        room: gives what may live, bytes above the step's start.
+        free_bytes: gives what may live, bytes above the step's start.
         workspace: of a call, bytes; ``None`` where it is not known.
     """
     ops = {op.name: index for index, op in enumerate(captured.program.ops)}
@@ -136,7 +136,7 @@ def held_ops(
             op = ops[each.name]
             start = first[op]
             level = int(timeline.live_bytes[start - 1]) if start else 0
-            yield Holding(each, str(captured.program.ops[op]), level, room, workspace)
+            yield Holding(each, str(captured.program.ops[op]), level, free_bytes, workspace)
 
 
 def with_holding(graphs: Collection[fx.GraphModule], holding: Iterable[Holding]) -> None:

@@ -77,7 +77,7 @@ class Fingerprints:
     def __init__(self, program: Program, likes: Mapping[int, int] | None = None) -> None:
         self._program = program
         self._likes = likes or {}
-        self._known: dict[int, int] = {}
+        self._values: dict[int, int] = {}
         self.checked = 0
         self.cancelled = False
 
@@ -87,14 +87,14 @@ class Fingerprints:
 
     def restart(self) -> None:
         """Forget everything: a new step begins."""
-        self._known.clear()
+        self._values.clear()
         self.checked = 0
         self.cancelled = False
 
     def record(self, buffer: int, tensor: torch.Tensor) -> None:
         """``tensor`` is the first copy of ``buffer`` in this step."""
         if not self.cancelled:
-            self._known[buffer] = fingerprint(tensor)
+            self._values[buffer] = fingerprint(tensor)
 
     def check(self, buffer: int, tensor: torch.Tensor) -> None:
         """``tensor`` is a later copy of ``buffer``.
@@ -105,7 +105,7 @@ class Fingerprints:
         if self.cancelled:
             return
         self.checked += 1
-        if fingerprint(tensor) != self._known[buffer]:
+        if fingerprint(tensor) != self._values[buffer]:
             producer = self._program.buffers[buffer].producer
             op = self._program.ops[producer] if producer is not None else None
             raise VerificationError(

@@ -85,12 +85,12 @@ class _Lowering:
         self.backward.bind(node, placeholder)
         return placeholder
 
-    def _saved_placeholder(self, held: fx.Node) -> fx.Node:
+    def _saved_placeholder(self, node: fx.Node) -> fx.Node:
         graph = self.backward.graph
         with graph.inserting_before(self.inputs_end):
             placeholder = graph.placeholder(f"ebbtide_saved_{len(self.saved)}")
         assert placeholder.name == placeholder.target
-        self.saved.append((held, placeholder))
+        self.saved.append((node, placeholder))
         return placeholder
 
     def start(self) -> None:

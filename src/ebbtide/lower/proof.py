@@ -269,24 +269,24 @@ class _Proof:
         if not self._congruent(given, wanted):
             raise ProofError(f"{node} is called with {given}, {claim} with {wanted}")
 
-    def _congruent(self, given: Any, wanted: Any) -> bool:
+    def _congruent(self, value: Any, wanted: Any) -> bool:
         if isinstance(wanted, fx.Node):
-            if not isinstance(given, fx.Node) or given not in self.claims:
+            if not isinstance(value, fx.Node) or value not in self.claims:
                 return False
-            return self._same_value(self.claims[given], wanted)
+            return self._same_value(self.claims[value], wanted)
         if isinstance(wanted, list | tuple):
             return (
-                isinstance(given, list | tuple)
-                and len(given) == len(wanted)
-                and all(self._congruent(g, w) for g, w in zip(given, wanted, strict=True))
+                isinstance(value, list | tuple)
+                and len(value) == len(wanted)
+                and all(self._congruent(g, w) for g, w in zip(value, wanted, strict=True))
             )
         if isinstance(wanted, dict):
             return (
-                isinstance(given, dict)
-                and given.keys() == wanted.keys()
-                and all(self._congruent(given[k], wanted[k]) for k in wanted)
+                isinstance(value, dict)
+                and value.keys() == wanted.keys()
+                and all(self._congruent(value[k], wanted[k]) for k in wanted)
             )
-        return type(given) is type(wanted) and (given == wanted or given is wanted or repr(given) == repr(wanted))
+        return type(value) is type(wanted) and (value == wanted or value is wanted or repr(value) == repr(wanted))
 
     def _same_value(self, claim: fx.Node, wanted: fx.Node) -> bool:
         """Whether the two joint nodes are one tensor: the same node, or the same strided view of one buffer."""
@@ -322,9 +322,9 @@ class _Proof:
         layout = (tuple(sizes), tuple(strides), offset, base.meta["val"].dtype)  # type: ignore[arg-type]
         _require(layout == _layout(claim), f"{node} has {layout}, {claim} has {_layout(claim)}")
 
-    def outputs(self, given: Sequence[object], wanted: Sequence[object]) -> None:
-        _require(len(given) == len(wanted), f"{len(given)} outputs stand for {len(wanted)}")
-        for g, w in zip(given, wanted, strict=True):
+    def outputs(self, outputs: Sequence[object], wanted: Sequence[object]) -> None:
+        _require(len(outputs) == len(wanted), f"{len(outputs)} outputs stand for {len(wanted)}")
+        for g, w in zip(outputs, wanted, strict=True):
             _require(self._congruent(g, w), f"output {g} stands for {w}")
 
 

@@ -48,10 +48,10 @@ class AllocationRecorder:
         live: after :meth:`stop`, the blocks that are still in use, those of ``known`` among them.
     """
 
-    def __init__(self, known: dict[int, int] | None = None) -> None:
+    def __init__(self, sizes: dict[int, int] | None = None) -> None:
         self._profile = AllocationProfile()
         self._end: weakref.finalize[..., AllocationRecorder] | None = None
-        self.live: dict[int, int] = dict(known or {})
+        self.live: dict[int, int] = dict(sizes or {})
 
     def start(self, patience_seconds: float = 0.0) -> None:
         """Begin recording.

@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from ebbtide.deferred_queue import DeferredQueue
 from ebbtide.torch_seams.storages import StorageWatch, has_memory
-from ebbtide.turns import Turns
 
 __all__ = ["forget_all", "forget_dead", "give", "leave", "left_bytes", "watches_of"]
 
 LOOKED_AT = 32  # of what is left, the longest not looked at, per question
 
-_turns = Turns()
+_turns = DeferredQueue()
 
 
 class _Left:

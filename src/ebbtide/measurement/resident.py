@@ -26,6 +26,7 @@ from ebbtide.torch_seams.storages import (
 )
 
 __all__ = [
+    "as_stepping",
     "device_of",
     "gradients_to_come",
     "held_by",
@@ -35,7 +36,6 @@ __all__ = [
     "resident_bytes",
     "resident_parts",
     "start_bytes",
-    "stepping",
     "storages_in",
     "tensors_in",
     "watched_in",
@@ -76,7 +76,7 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
     return found
 
 
-def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def as_stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The one that steps: ``optimizer``, or the one behind it if it was never made as one (accelerate's)."""
     while "defaults" not in vars(optimizer):
         inner = [each for each in optimizers_in(optimizer) if each is not optimizer]

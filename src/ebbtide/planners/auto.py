@@ -32,7 +32,7 @@ from ebbtide.planners.reductions.proxy import Proxy, proxy_of
 from ebbtide.planners.reductions.starts import linear_start, start_from_proxy, start_quickly
 from ebbtide.planners.registry import planner
 from ebbtide.planners.search.exact import start_from_model
-from ebbtide.planners.search.greedy import PROVEN, Found, checked, seeds_of, start_from
+from ebbtide.planners.search.greedy import PROVEN, Incumbent, checked, seeds_of, start_from
 from ebbtide.planners.search.interval_state import reruns_of
 from ebbtide.planners.search.orders import CapturedOrder
 from ebbtide.planners.search.smallest import smallest_of
@@ -69,7 +69,7 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     """Plan without tiers or other planners; ``order`` says for which orders of first runs the bound is to hold."""
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
-    found = Found(problem)
+    found = Incumbent(problem)
     start_from_paths(found)
     if order is not None:
         found.bound = None  # that bound is one for captured order
@@ -110,106 +110,106 @@ def portfolio(problem: Problem, order: CapturedOrder | None = None) -> Answer:
     return checked(problem, found, notes, PROGRAM_ORDER if order is None else FREE_ORDER)
 
 
-def _far(found: Found, bound: float) -> bool:
+def _far(incumbent: Incumbent, bound: float) -> bool:
     """Whether another start point may be worth its time."""
-    return found.reruns is None or found.overhead - bound > NEAR * found.overhead
+    return incumbent.reruns is None or incumbent.overhead - bound > NEAR * incumbent.overhead
 
 
-def _anneal(found: Found, bound: float, effort: int) -> None:
+def _anneal(incumbent: Incumbent, bound: float, effort: int) -> None:
     """Anneal from the best in rounds, until the bound is near or rounds gain nothing.
 
     Where it is near already there is one short round; on a large program, where that takes a second, none.
     """
-    if len(found.problem.program.ops) >= LARGE_OPS and found.overhead - bound <= CLOSE:
+    if len(incumbent.problem.program.ops) >= LARGE_OPS and incumbent.overhead - bound <= CLOSE:
         return
     idle = 0
     for turn in range(ROUNDS):
-        before = found.overhead - bound
-        found.anneal(effort // (ROUNDS if before > CLOSE else LAST_TOUCH), found.problem.seed + turn)
-        gap = found.overhead - bound
+        before = incumbent.overhead - bound
+        incumbent.anneal(effort // (ROUNDS if before > CLOSE else LAST_TOUCH), incumbent.problem.seed + turn)
+        gap = incumbent.overhead - bound
         idle = idle + 1 if gap > (1.0 - GAIN) * before else 0
-        if gap <= CLOSE or idle >= (MOST_IDLE if _far(found, bound) else 1):
+        if gap <= CLOSE or idle >= (MOST_IDLE if _far(incumbent, bound) else 1):
             break
 
 
-def _from_other_starts(found: Found, bound: float, effort: int) -> None:
+def _from_other_starts(incumbent: Incumbent, bound: float, effort: int) -> None:
     """Anneal from the start points that were not the best: on small programs, where all of them are known."""
-    starts = [reruns for _, reruns in sorted(found.starts)]
+    starts = [reruns for _, reruns in sorted(incumbent.starts)]
     distinct = [reruns for index, reruns in enumerate(starts) if reruns not in starts[:index]]
     for reruns in distinct[1 : 1 + OTHER_STARTS]:
-        if not _far(found, bound):
+        if not _far(incumbent, bound):
             return
-        other = Found(found.problem)
-        other.bound = found.bound
+        other = Incumbent(incumbent.problem)
+        other.bound = incumbent.bound
         other.state.load(reruns)
         other.offer()
-        other.anneal(effort, found.problem.seed)
-        found.take(other)
+        other.anneal(effort, incumbent.problem.seed)
+        incumbent.take(other)
 
 
-def _start_if_promising(found: Found, reruns: list[tuple[int, int]]) -> None:
+def _start_if_promising(incumbent: Incumbent, reruns: list[tuple[int, int]]) -> None:
     """Start from reruns, but on a large program not from those that fit and cost much more than what is known.
 
     Cleaning up takes longest where most is rerun, and the schedule of least memory is such a start.
     """
-    if len(found.problem.program.ops) >= LARGE_OPS:
-        found.state.load(reruns)
-        fits = found.state.peak_bytes <= found.problem.above_budget_bytes
-        if fits and found.state.overhead > PROMISING * found.overhead:
+    if len(incumbent.problem.program.ops) >= LARGE_OPS:
+        incumbent.state.load(reruns)
+        fits = incumbent.state.peak_bytes <= incumbent.problem.above_budget_bytes
+        if fits and incumbent.state.overhead > PROMISING * incumbent.overhead:
             return
-    start_from(found, reruns)
+    start_from(incumbent, reruns)
 
 
-def _from_smallest(found: Found) -> None:
+def _from_smallest(incumbent: Incumbent) -> None:
     """Start from the schedule of least memory: where it fits, no budget is called infeasible."""
-    found.tell("looking for the smallest workable budget")
-    smallest, schedule = smallest_of(found.problem.program, interrupt=found.problem.interrupt)
-    if smallest <= found.problem.above_budget_bytes:
-        _start_if_promising(found, reruns_of(found.problem.program, schedule) or [])
+    incumbent.tell("looking for the smallest workable budget")
+    smallest, schedule = smallest_of(incumbent.problem.program, interrupt=incumbent.problem.interrupt)
+    if smallest <= incumbent.problem.above_budget_bytes:
+        _start_if_promising(incumbent, reruns_of(incumbent.problem.program, schedule) or [])
 
 
-def _from_coarsenings(found: Found, effort: int) -> Found | None:
+def _from_coarsenings(incumbent: Incumbent, effort: int) -> Incumbent | None:
     """Start from plans of coarsenings, each annealed for itself first; the best of them, another valley."""
-    each: list[Found] = []
-    for reruns in coarse_starts(found.problem, effort):
-        found.tell("planning by layers")
-        other = Found(found.problem)
-        other.bound = found.bound
+    each: list[Incumbent] = []
+    for reruns in coarse_starts(incumbent.problem, effort):
+        incumbent.tell("planning by layers")
+        other = Incumbent(incumbent.problem)
+        other.bound = incumbent.bound
         if start_from(other, reruns):
-            other.anneal(effort, found.problem.seed)
-            found.take(other)
+            other.anneal(effort, incumbent.problem.seed)
+            incumbent.take(other)
             each.append(other)
     return min(each, key=lambda other: other.overhead, default=None)
 
 
-def _quickly_from_proxy(found: Found, small: Proxy) -> None:
+def _quickly_from_proxy(incumbent: Incumbent, small: Proxy) -> None:
     """A first plan from a proxy program."""
-    found.tell("planning repeated blocks once")
-    start_quickly(found, small)
-    if found.reruns is None:
-        _from_proxy(found, small, found.problem.effort // QUICK)
+    incumbent.tell("planning repeated blocks once")
+    start_quickly(incumbent, small)
+    if incumbent.reruns is None:
+        _from_proxy(incumbent, small, incumbent.problem.effort // QUICK)
 
 
-def _quickly_from_relaxation(found: Found, order: CapturedOrder | None) -> None:
+def _quickly_from_relaxation(incumbent: Incumbent, order: CapturedOrder | None) -> None:
     """A first plan from the linear relaxation of one cut, and its bound if that holds.
 
     Not for a large program: the cut relaxation is the same there.
     """
-    problem = found.problem
+    problem = incumbent.problem
     if len(problem.program.ops) >= LARGE_OPS:
         return
-    found.tell("linear relaxation")
-    quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
+    incumbent.tell("linear relaxation")
+    quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, incumbent.state)
     if order is None:
-        found.bound = max(quick.bound, found.bound or 0.0)
+        incumbent.bound = max(quick.bound, incumbent.bound or 0.0)
     if quick.reruns is not None:
-        start_from(found, quick.reruns)
+        start_from(incumbent, quick.reruns)
 
 
-def _from_proxy(found: Found, small: Proxy, effort: int) -> None:
+def _from_proxy(incumbent: Incumbent, small: Proxy, effort: int) -> None:
     """Start from what a proxy program is planned to within an effort."""
-    found.tell("planning repeated blocks once")
-    start_from_proxy(found, small, lambda asked: portfolio(replace(asked, effort=effort)).schedule)
+    incumbent.tell("planning repeated blocks once")
+    start_from_proxy(incumbent, small, lambda asked: portfolio(replace(asked, effort=effort)).schedule)
 
 
 def _work(problem: Problem) -> int:
@@ -224,27 +224,27 @@ def _model_work(problem: Problem, cut: CutBound) -> int:
     return min(_work(problem) - cut.work, _work(problem) // 2)
 
 
-def _cuts(found: Found, order: CapturedOrder | None, small: Proxy | None) -> CutBound:
+def _cuts(incumbent: Incumbent, order: CapturedOrder | None, small: Proxy | None) -> CutBound:
     """Bounds and start points of the cut relaxation, until one is proven optimal or the work is done."""
-    problem = found.problem
-    found.tell("cut relaxation")
-    least = found.bound or 0.0
+    problem = incumbent.problem
+    incumbent.tell("cut relaxation")
+    least = incumbent.bound or 0.0
     cut = CutBound(least, False, 0)
     rounds = cut_bounds(
         problem.program,
         problem.above_budget_bytes,
         problem.interrupt,
-        state=found.state,
+        state=incumbent.state,
         work=_work(problem),
-        enough=lambda: found.overhead - PROVEN,
+        enough=lambda: incumbent.overhead - PROVEN,
         order=order,
         start=None if small is None else linear_start(problem, small),
     )
     for cut in rounds:
         cut = replace(cut, bound=max(cut.bound, least))
-        found.bound = cut.bound
+        incumbent.bound = cut.bound
         if cut.reruns is not None:
-            start_from(found, cut.reruns)
-        found.tell("cut relaxation")
-    found.bound = cut.bound
+            start_from(incumbent, cut.reruns)
+        incumbent.tell("cut relaxation")
+    incumbent.bound = cut.bound
     return cut

@@ -18,7 +18,7 @@ from ebbtide.planners.base import FREE_ORDER, Answer, Problem, Status
 from ebbtide.planners.keep_all import keep_all
 from ebbtide.planners.reductions.reorder import reorder
 from ebbtide.planners.registry import planner
-from ebbtide.planners.search.greedy import PROVEN, Found, assert_within, start_from
+from ebbtide.planners.search.greedy import PROVEN, Incumbent, assert_within, start_from
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.orders import FreeOrder, first_runs
 from ebbtide.planners.search.run_sequence import HOT, OVER, WARM, RunSequence, anneal_sequence
@@ -113,7 +113,7 @@ def _best_order(best: _Best, moves: float) -> list[int | None] | None:
         best.offer(schedule)
         order = first_runs(sequence.order() if schedule is None else schedule.computes)
         moved = reorder(program, order).reduce(replace(problem, seeds=()))
-        found = Found(moved.problem)
+        found = Incumbent(moved.problem)
         peak = found.state.peak_bytes
         if start_from(found, []) and found.reruns is not None:
             found.state.load(found.reruns)

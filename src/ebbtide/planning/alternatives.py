@@ -163,7 +163,7 @@ class Alternatives(Sequence[Alternative]):
         return [replace(each, further=True) for each in self._make_further()]
 
     @cached_property
-    def _made(self) -> list[Alternative]:
+    def _list(self) -> list[Alternative]:
         return [*self.first, *self.further]
 
     def __bool__(self) -> bool:
@@ -172,7 +172,7 @@ class Alternatives(Sequence[Alternative]):
 
     def __len__(self) -> int:
         """How many there are."""
-        return len(self._made)
+        return len(self._list)
 
     def __iter__(self) -> Iterator[Alternative]:
         """The further ones are not made before they are asked for."""
@@ -187,7 +187,7 @@ class Alternatives(Sequence[Alternative]):
 
     def __getitem__(self, index: int | slice) -> Alternative | list[Alternative]:
         """As of a list."""
-        return self._made[index]
+        return self._list[index]
 
 
 def best_of(
@@ -216,9 +216,9 @@ def best_of(
     tries = _Tries(program, plan_one)
     captured = Alternative((), lambda: program, lambda: Costed((), program), free=True)
     search = _Search(program, above_budget_bytes, links, interrupted, tries, hints or Hints())
-    search.look(_first(alternatives), captured)
+    search.consider(_first(alternatives), captured)
     if tries.best is None or (tries.best.overhead > _DEAR and not interrupted()):
-        search.look(_further(alternatives), None)
+        search.consider(_further(alternatives), None)
     if tries.best is None:
         _try_the_smallest([captured, *alternatives], tries)
     if tries.best is not None:
@@ -256,22 +256,22 @@ class _Search:
     tries: _Tries
     hints: Hints
 
-    def look(self, made: Callable[[], Sequence[Alternative]], captured: Alternative | None) -> None:
+    def consider(self, alternatives: Callable[[], Sequence[Alternative]], captured: Alternative | None) -> None:
         """At alternatives, and at the captured program beside them unless that has been tried.
 
         Args:
-            made: gives them; not called where nobody has to look.
+            alternatives: gives them; not called where nobody has to look.
             captured: the captured program.
         """
         if captured is not None and unplanned_bytes(self.program) <= self.above_budget_bytes:
             free = [captured]
         else:
-            free = [*(each for each in made() if each.free), *([] if captured is None else [captured])]
+            free = [*(each for each in alternatives() if each.free), *([] if captured is None else [captured])]
         for each in free if len(free) == 1 else self._ranked(free):
             if self.tries.plan(each):
                 break
         if not self._is_enough():
-            others = [each for each in made() if not each.free]
+            others = [each for each in alternatives() if not each.free]
             self._look_at_others([each for each in others if self.hints.has(each)])
             if not self._is_as_hinted():
                 self._look_at_others(others)

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ebbtide.files import cache_directory, keep, kept
+from ebbtide.files import cache_directory, keep, read_saved
 from ebbtide.planners.base import Answer, Problem, Status
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Provenance
@@ -68,7 +68,7 @@ class PlanCache:
         if data is None or data.get("key") != key:
             return None
         try:
-            found = _found(data)
+            found = _answer(data)
         except _DEFECTS:
             return None
         with contextlib.suppress(OSError):
@@ -90,9 +90,9 @@ class PlanCache:
         above = sorted((each for each in found if each[0] > 0), key=lambda each: each[:2])
         return [schedule for _, _, schedule in (*below[:NEAR], *above[:NEAR])]
 
-    def store(self, planner: str, problem: Problem, found: CachedAnswer) -> None:
+    def store(self, planner: str, problem: Problem, cached: CachedAnswer) -> None:
         """Keep an answer that has a schedule; a cache that cannot be written is left alone."""
-        answer = found.answer
+        answer = cached.answer
         if answer.schedule is None or answer.status not in _KEPT:
             return
         key = _key(planner, problem)
@@ -104,7 +104,7 @@ class PlanCache:
             "bound": answer.bound,
             "bound_class": answer.bound_class,
             "notes": answer.notes,
-            "smallest_above_bytes": found.smallest_above_bytes,
+            "smallest_above_bytes": cached.smallest_above_bytes,
             "schedule": answer.schedule.to_json(),
         }
         path = self._path(problem.program, key)
@@ -134,11 +134,11 @@ def plans_directory() -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    data = kept(path)
+    data = read_saved(path)
     return data if data is not None and data.get("schema") == _SCHEMA else None
 
 
-def _found(data: dict[str, Any]) -> CachedAnswer:
+def _answer(data: dict[str, Any]) -> CachedAnswer:
     """The answer that an entry holds; raises one of ``_DEFECTS`` if it holds none."""
     notes = {str(k): str(v) for k, v in data["notes"].items()}
     if Provenance.from_dict(notes).notes != notes:

@@ -73,7 +73,7 @@ def frontier(
                 reserve_bytes=reserve_bytes,
                 end=end,
             )
-            how = replace(options, planner=planner, progress=_told_as(within, options.progress), known=known)
+            how = replace(options, planner=planner, progress=_told_as(within, options.progress), other_plans=known)
             try:
                 made = _no_worse(here(program, seeds=own, options=how), known, here, how)
             except BudgetError as error:
@@ -85,12 +85,12 @@ def frontier(
             yield made
 
 
-def _no_worse(made: Plan, known: Sequence[Plan], here: Callable[..., Plan], how: PlanningOptions) -> Plan:
-    """``made``, or a plan of what a smaller budget's plan has rewritten: this one may not have had to look at that."""
-    others = [each for each in known if each.rewritten is not None]
-    less = min(others, key=lambda each: each.step_seconds, default=made)
-    if less.step_seconds >= made.step_seconds:
-        return made
-    as_there = replace(how, rewritten=less.rewritten, alternatives=(), known=())
+def _no_worse(plan: Plan, other_plans: Sequence[Plan], here: Callable[..., Plan], how: PlanningOptions) -> Plan:
+    """``plan``, or a plan of what a smaller budget's plan has rewritten: this one may not have had to look at that."""
+    others = [each for each in other_plans if each.rewritten is not None]
+    less = min(others, key=lambda each: each.step_seconds, default=plan)
+    if less.step_seconds >= plan.step_seconds:
+        return plan
+    as_there = replace(how, rewritten=less.rewritten, alternatives=(), other_plans=())
     again = here(less.program, seeds=[less.schedule], options=as_there)
-    return replace(again, smallest_bytes=min(again.smallest_bytes, made.smallest_bytes))
+    return replace(again, smallest_bytes=min(again.smallest_bytes, plan.smallest_bytes))

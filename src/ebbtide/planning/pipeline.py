@@ -74,7 +74,7 @@ class PlanningOptions:
     """Other programs for the same step, for the planners of :data:`REWRITE`; none is tried where there is none."""
     rewritten: Rewritten | None = None
     """How the program at hand comes from the captured one, if it is another."""
-    known: Sequence[Plan] = ()
+    other_plans: Sequence[Plan] = ()
     """Plans of the step that are at hand: those of an alternative's own program are start points of it."""
 
     takes_shares: bool = True
@@ -143,7 +143,7 @@ def make_plan(
             ),
             interrupted=lambda: stop is not None and bool(stop),
             links=_links(told),
-            hints=Hints.of(options.known, program, above_budget),
+            hints=Hints.of(options.other_plans, program, above_budget),
         )
 
 
@@ -176,7 +176,7 @@ def _best_plan(
     ``seeds`` are schedules of the captured program.
     """
     if rewritten is not None:
-        seeds = [each.schedule for each in options.known if each.program.fingerprint == program.fingerprint]
+        seeds = [each.schedule for each in options.other_plans if each.program.fingerprint == program.fingerprint]
         options = replace(options, rewritten=rewritten, progress=_telling_of(rewritten, program, options.progress))
     plan_with = planner_named(options.planner)
     options = _with_tiers(options)
@@ -212,7 +212,7 @@ def _best_plan(
         plan_bytes = held + _smallest(problem, options, smallest_told(options.progress, None, budget_of))[0]
         if plan_bytes <= end_needs:  # else any plan that is known is too large already
             raise _end_error(end, program, resident_bytes, budget_bytes, options)
-    known, planned = _known(problem, options)
+    known, planned = _from_cache(problem, options)
     smallest: Schedule | None = None
     if known is not None:
         answer, smallest_above = known.answer, known.smallest_above_bytes
@@ -311,7 +311,7 @@ def _links(options: PlanningOptions) -> Mapping[str, Link]:
     return {tier: there[tier] for tier in options.tiers if tier in there} if moves_buffers(options.planner) else {}
 
 
-def _known(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, Planned]:
+def _from_cache(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, Planned]:
     """What needs no search, and how it was found: this very problem's answer, or that of a bucket."""
     cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
     if cached is not None:

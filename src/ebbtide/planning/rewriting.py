@@ -18,14 +18,14 @@ __all__ = ["rewritings"]
 
 
 def rewritings(
-    program: Program, alternatives: Sequence[Alternative], left: Iterable[tuple[str, str]], held_bytes: int
+    program: Program, alternatives: Sequence[Alternative], skipped: Iterable[tuple[str, str]], held_bytes: int
 ) -> tuple[Rewriting, ...]:
     """All of them, the least floors first.
 
     Args:
         program: as captured, with costs.
         alternatives: to it.
-        left: where something looks as if it could be rewritten, and why it is left.
+        skipped: where something looks as if it could be rewritten, and why it is left.
         held_bytes: of any budget, besides what the step adds.
     """
     least: dict[tuple[object, ...], tuple[int, Alternative]] = {}
@@ -39,4 +39,4 @@ def rewritings(
         Rewriting("; ".join(in_words(each.rewrites)), floor, each.estimated.seconds - program.seconds, each.why_not())
         for floor, each in sorted(least.values(), key=lambda entry: entry[0])
     ]
-    return (*found, *(Rewriting(where, None, None, why) for where, why in left))
+    return (*found, *(Rewriting(where, None, None, why) for where, why in skipped))

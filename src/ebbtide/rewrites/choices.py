@@ -165,7 +165,7 @@ class Choice:
         for stage in self.stages:
             before = known[-1].after if known else self.source
             at = stage if before is stage.before else _Stage(stage.rule, before, stage.rewrites)
-            kept = tuple(filter(None, (_held(at, each, device) for each in at.rewrites)))
+            kept = tuple(filter(None, (_fitting(at, each, device) for each in at.rewrites)))
             if kept == at.rewrites:
                 known.append(at)
             elif len(kept) < len(at.rewrites) and not at.rule.free:
@@ -240,7 +240,7 @@ def _missing(stage: _Stage, rewrite: Rewrite, device: str) -> tuple[Fact, bool |
     return None
 
 
-def _held(stage: _Stage, rewrite: Rewrite, device: str) -> Rewrite | None:
+def _fitting(stage: _Stage, rewrite: Rewrite, device: str) -> Rewrite | None:
     """``rewrite``, or the first that the rule has instead, of which all facts hold; ``None`` if there is none."""
     for each in _with_others(stage, rewrite):
         found = _missing(stage, each, device)
@@ -326,7 +326,7 @@ def alternatives_elsewhere(
 
 def _in_rounds(
     captured: Captured,
-    made: Callable[[Choice], Alternative],
+    alternative_of: Callable[[Choice], Alternative],
     rules: Collection[str],
     first: Collection[str] | None,
     finish: Finish,
@@ -337,7 +337,7 @@ def _in_rounds(
 
     def once(choice: Choice) -> Alternative:
         if choice.rewrites not in known:
-            known[choice.rewrites] = made(choice)
+            known[choice.rewrites] = alternative_of(choice)
         return known[choice.rewrites]
 
     if first is None or set(first) == set(rules):
@@ -348,20 +348,20 @@ def _in_rounds(
 
 
 def _alternatives(
-    candidates: _Candidates, made: Callable[[Choice], Alternative], rules: Collection[str]
+    candidates: _Candidates, alternative_of: Callable[[Choice], Alternative], rules: Collection[str]
 ) -> Iterator[Alternative]:
     """Free candidates first; then every one of each other rule, to be had with the free ones of what it leaves."""
     for choice in candidates.choices(rules):
         if all(stage.rule.free for stage in choice.stages):
-            yield replace(made(choice), free=True)
+            yield replace(alternative_of(choice), free=True)
         else:
-            yield replace(made(choice), refined=partial(_refined, candidates, choice, made, rules))
+            yield replace(alternative_of(choice), refined=partial(_refined, candidates, choice, alternative_of, rules))
 
 
 def _refined(
-    candidates: _Candidates, choice: Choice, made: Callable[[Choice], Alternative], rules: Collection[str]
+    candidates: _Candidates, choice: Choice, alternative_of: Callable[[Choice], Alternative], rules: Collection[str]
 ) -> list[Alternative]:
-    return [made(each) for each in candidates.with_free_candidates(choice, rules)]
+    return [alternative_of(each) for each in candidates.with_free_candidates(choice, rules)]
 
 
 def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
@@ -375,7 +375,7 @@ def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:
 
 def left_of(captured: Captured, rules: Collection[str]) -> list[tuple[str, str]]:
     """Where something looks as if it could be rewritten by rules of these names, and why it is left."""
-    return [(each.source, each.why) for rule in RULES if rule.name in rules for each in rule.left(captured)]
+    return [(each.source, each.why) for rule in RULES if rule.name in rules for each in rule.skipped(captured)]
 
 
 def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> Iterator[tuple[str, bool | None]]:
@@ -413,8 +413,8 @@ class _Candidates:
 
     def __init__(self, captured: Captured, finish: Finish) -> None:
         self._nothing = Choice(captured, (), finish=finish)
-        self._known: dict[tuple[Rewrite, ...], Choice] = {}
-        self._found: dict[tuple[str, tuple[Rewrite, ...]], list[tuple[Rewrite, ...]]] = {}
+        self._choices: dict[tuple[Rewrite, ...], Choice] = {}
+        self._combinations: dict[tuple[str, tuple[Rewrite, ...]], list[tuple[Rewrite, ...]]] = {}
 
     def choices(self, rules: Collection[str]) -> Iterator[Choice]:
         """Free candidates first, alone; then every one of each other rule, alone and with what comes later."""
@@ -446,10 +446,10 @@ class _Candidates:
 
     def _of(self, rule: Rule, choice: Choice) -> list[tuple[Rewrite, ...]]:
         key = rule.name, choice.rewrites
-        if key not in self._found:
-            self._found[key] = list(rule.candidates(choice.rewritten))
-        return self._found[key]
+        if key not in self._combinations:
+            self._combinations[key] = list(rule.candidates(choice.rewritten))
+        return self._combinations[key]
 
     def _with(self, choice: Choice, rule: Rule, candidate: tuple[Rewrite, ...]) -> Choice:
         made = choice.with_rewrites(rule, candidate)
-        return self._known.setdefault(made.rewrites, made)
+        return self._choices.setdefault(made.rewrites, made)

@@ -6,8 +6,8 @@
 2. A kernel may add in another order where its operands begin at another address: MKL's products of small matrices do. A
    slice of what a rewrite makes itself is a tensor of its own, which begins at a multiple of :data:`ALIGNMENT` as all
    that is allocated does, wherever that slice lies in the whole; it is measured as that (:func:`own`, :func:`either`).
-3. Measuring needs the whole result once, in the room that there is (``cost.room``). Where there is none, nobody knows,
-   and what rests on the fact is not used.
+3. Measuring needs the whole result once, within the profiling budget (``cost.profiling_budget``). Where it is small,
+   nobody knows, and what rests on the fact is not used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ebbtide.cost.cache import device_context, product_precisions
 from ebbtide.cost.call import TensorSpec
-from ebbtide.cost.room import has_room
-from ebbtide.files import cache_directory, keep, kept
+from ebbtide.cost.profiling_budget import may_take
+from ebbtide.files import cache_directory, keep, read_saved
 from ebbtide.torch_seams.fake_tensors import without_modes
 
 __all__ = ["ALIGNMENT", "Fact", "FactCache", "either", "known_facts", "made_up", "measured", "normal", "own"]
@@ -73,7 +73,7 @@ class FactCache:
 
     def load(self) -> dict[str, bool]:
         """All on disk by signature; empty if there is no file of ours."""
-        data = kept(self.path)
+        data = read_saved(self.path)
         try:
             if data is None or data["schema"] != _SCHEMA or data["context"] != self._context:
                 return {}
@@ -119,7 +119,7 @@ def measured(facts: Iterable[Fact], device: str) -> dict[str, bool | None]:
 def _measured(fact: Fact, device: str) -> bool | None:
     known = known_facts(device)
     if fact.signature not in known:
-        if not has_room(fact.bytes * _BESIDES, matters=fact.smaller is None):
+        if not may_take(fact.bytes * _BESIDES, matters=fact.smaller is None):
             return None if fact.smaller is None else _measured(fact.smaller, device)
         with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
             known[fact.signature] = fact.holds()

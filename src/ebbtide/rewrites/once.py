@@ -9,10 +9,10 @@ from typing import Any, TypeVar, cast
 __all__ = ["once"]
 
 Of = TypeVar("Of")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def once(function: Callable[[Of], Found]) -> Callable[[Of], Found]:
+def once(function: Callable[[Of], Result]) -> Callable[[Of], Result]:
     """``function`` of one object that nobody changes, whose result is kept in that object and must not be changed.
 
     Many rewrites are tried of one step, and each asks for the same. Kept by identity: captured steps compare by all
@@ -21,10 +21,10 @@ def once(function: Callable[[Of], Found]) -> Callable[[Of], Found]:
     key = f"_{function.__module__}.{function.__qualname__}"
 
     @functools.wraps(function)
-    def known(of: Of) -> Found:
+    def known(of: Of) -> Result:
         kept: dict[str, Any] = vars(of)
         if key not in kept:
             kept[key] = function(of)
-        return cast("Found", kept[key])
+        return cast("Result", kept[key])
 
     return known

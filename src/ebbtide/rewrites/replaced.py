@@ -50,14 +50,14 @@ class Replaced:
 
     Attributes:
         name: of the op, in the rewritten step.
-        given: by the position of an argument, the node of the step as it was whose value it has.
+        inputs: by the position of an argument, the node of the step as it was whose value it has.
         results: the same by the position of a result, 0 where there is one alone.
         step: as it was.
         sample: of it; ``None`` if there is none.
     """
 
     name: str
-    given: Mapping[int, fx.Node]
+    inputs: Mapping[int, fx.Node]
     results: Mapping[int, fx.Node]
     step: Captured
     sample: Sample | None = None
@@ -152,18 +152,18 @@ class _Writer:
         self.replaced, self.step = replaced, replaced.step
         self.workspace = workspace
         self.places = {node: index for index, node in enumerate(self.step.op_nodes)}
-        self.given = dict.fromkeys(replaced.given.values())
-        self.shared = {storage_key(each.meta["val"]): each for each in self.given}
+        self.inputs = dict.fromkeys(replaced.inputs.values())
+        self.shared = {storage_key(each.meta["val"]): each for each in self.inputs}
 
     def written(self, take: Callable[[int, Tensor], None]) -> Part:
         needed = self._needed()
         order = [each for each in self.step.graph.nodes if each in needed]
         graph = fx.Graph()
-        values = {each: graph.placeholder(f"given_{index}") for index, each in enumerate(self.replaced.given.values())}
+        values = {each: graph.placeholder(f"given_{index}") for index, each in enumerate(self.replaced.inputs.values())}
         wanted: dict[fx.Node, list[int]] = {}
         for position, each in self.replaced.results.items():
             wanted.setdefault(each, []).append(position)
-        for each in [*self.given, *order]:
+        for each in [*self.inputs, *order]:
             if each not in values:
                 values[each] = self._call(graph, each, values)
             for position in wanted.get(each, ()):
@@ -177,10 +177,10 @@ class _Writer:
     def _needed(self) -> set[fx.Node]:
         """What has to be called: all behind the results, up to what is given."""
         needed: set[fx.Node] = set()
-        pending = [each for each in self.replaced.results.values() if each not in self.given]
+        pending = [each for each in self.replaced.results.values() if each not in self.inputs]
         while pending:
             node = pending.pop()
-            if node in needed or node in self.given:
+            if node in needed or node in self.inputs:
                 continue
             needed.add(node)
             if node.op == "get_attr" or self._seen(node) is not None:

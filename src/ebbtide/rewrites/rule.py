@@ -21,11 +21,11 @@ from ebbtide.rewrites.replaced import Replaced
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
 
-__all__ = ["Estimate", "Left", "Rule"]
+__all__ = ["Estimate", "Rule", "Skipped"]
 
 
 @dataclass(frozen=True)
-class Left:
+class Skipped:
     """A place that looks like one of the rule and is left as it is (definition 4).
 
     Attributes:
@@ -89,7 +89,7 @@ class Rule:
         """What the ops of the rule stand for in ``after``, which is ``step`` but for them; raises ``RewriteError``."""
         raise NotImplementedError
 
-    def left(self, step: Captured) -> Sequence[Left]:
+    def skipped(self, step: Captured) -> Sequence[Skipped]:
         """What looks like a place of the rule and is left as it is (definition 4)."""
         return ()
 

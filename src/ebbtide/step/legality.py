@@ -224,7 +224,7 @@ def _peak_by_lifetimes(program: Program, schedule: Schedule) -> int:
                     if b in mutations and passed:  # they left at the boundary, and are not copied back again
                         lives.add(index, index, program.buffers[b].bytes)
                     else:
-                        lives.made(index, b)
+                        lives.materialized(index, b)
                 if op.workspace_bytes:
                     lives.add(index, index, op.workspace_bytes)
             case Free(b):
@@ -272,7 +272,7 @@ class _Lifetimes:
         self.change[first] += size
         self.change[last + 1] -= size
 
-    def made(self, index: int, b: int) -> None:
+    def materialized(self, index: int, b: int) -> None:
         """A copy is made."""
         self._unwanted(b)
         if b in self.since:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.errors import UsageError
-from ebbtide.files import cache_directory, keep, kept
+from ebbtide.files import cache_directory, keep, read_saved
 from ebbtide.names import did_you_mean
 
 __all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "keep_machine", "machine_named"]
@@ -57,9 +57,9 @@ class Link:
         """``count`` bytes as they lie in the tier."""
         return -(-count // self.alignment_bytes) * self.alignment_bytes
 
-    def seconds(self, count: int, way: Literal["out", "in"]) -> float:
+    def seconds(self, count: int, direction: Literal["out", "in"]) -> float:
         """What moving ``count`` bytes takes on a free lane."""
-        rate = self.out_bytes_per_second if way == "out" else self.in_bytes_per_second
+        rate = self.out_bytes_per_second if direction == "out" else self.in_bytes_per_second
         return self.latency_seconds + count / rate
 
     def slowed(self, share: float) -> Link:
@@ -67,9 +67,9 @@ class Link:
         out, back = self.out_bytes_per_second, self.in_bytes_per_second
         return replace(self, out_bytes_per_second=share * out, in_bytes_per_second=share * back)
 
-    def lane(self, way: Literal["out", "in"]) -> str:
+    def lane(self, direction: Literal["out", "in"]) -> str:
         """The lane on which transfers of that way run, by name."""
-        return f"{self.tier} {way}" if self.duplex else self.tier
+        return f"{self.tier} {direction}" if self.duplex else self.tier
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def keep_machine(machine: Machine) -> Path | None:
 
 def _measured() -> Machine | None:
     """What was measured of the machine at hand; ``None`` if nothing was, or its file is no good."""
-    data = kept(_measured_path())
+    data = read_saved(_measured_path())
     try:
         if data is None or data["schema"] != _MEASURED_SCHEMA:
             return None

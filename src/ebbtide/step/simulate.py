@@ -276,9 +276,9 @@ class _Clock:
         waited, self.now = begin - self.now, begin + taken
         return begin, self.now, waited
 
-    def _transfer(self, buffer: int, link: Link, way: Literal["out", "in"], ready: float) -> tuple[float, float]:
-        lane = link.lane(way)
-        seconds = link.seconds(self._program.buffers[buffer].bytes, way)
+    def _transfer(self, buffer: int, link: Link, direction: Literal["out", "in"], ready: float) -> tuple[float, float]:
+        lane = link.lane(direction)
+        seconds = link.seconds(self._program.buffers[buffer].bytes, direction)
         begin = max(self._lane.get(lane, 0.0), ready)
         self._lane[lane] = begin + seconds
         self.now += seconds * link.compute_share

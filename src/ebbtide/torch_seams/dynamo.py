@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
+from ebbtide.torch_seams.compile_mode import code_of_compiled
 from ebbtide.torch_seams.fake_tensors import LIMITS
 from ebbtide.torch_seams.patches import Attribute, Item, Setting, patched, wrapped
-from ebbtide.torch_seams.stance import code_of_compiled
 from ebbtide.torch_seams.tracing import made_anew, raised_in_trace
 
 __all__ = [

@@ -160,7 +160,7 @@ class _Converted(threading.local):
     """What one conversion has made so far, by what it was made of; both are kept alive until it ends."""
 
     def __init__(self) -> None:
-        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 _converted = _Converted()
@@ -177,20 +177,20 @@ def conversions_replace() -> Patch:
 
 def _by_replacing(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     def apply(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        outermost = _converted.made is None
-        if _converted.made is None:
-            _converted.made = {}
+        outermost = _converted.replaced is None
+        if _converted.replaced is None:
+            _converted.replaced = {}
         try:
             if recurse:
                 for child in module.children():
                     child._apply(fn)
             if not any(isinstance(each, FakeTensor) for each in module.parameters(recurse=False)):
                 return original(module, fn, recurse=False)
-            _replace_own(module, fn, _converted.made)
+            _replace_own(module, fn, _converted.replaced)
             return module
         finally:
             if outermost:
-                _converted.made = None
+                _converted.replaced = None
 
     return apply
 
@@ -198,20 +198,20 @@ def _by_replacing(original: Callable[..., torch.nn.Module]) -> Callable[..., tor
 def _replace_own(
     module: torch.nn.Module,
     fn: Callable[[torch.Tensor], torch.Tensor],
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     """Lay what ``fn`` makes of parameters and buffers in their places."""
     for table in (parameter_table(module), buffer_table(module)):
         for name, tensor in table.items():
             if tensor is None:
                 continue
-            if id(tensor) not in made:
+            if id(tensor) not in replaced:
                 with torch.no_grad():
                     new = fn(tensor)
                 if isinstance(tensor, torch.nn.Parameter) and new is not tensor:
                     new = torch.nn.Parameter(new, tensor.requires_grad)
-                made[id(tensor)] = (tensor, new)
-            table[name] = made[id(tensor)][1]  # type: ignore[assignment]
+                replaced[id(tensor)] = (tensor, new)
+            table[name] = replaced[id(tensor)][1]  # type: ignore[assignment]
 
 
 def quiet_log() -> Patch:

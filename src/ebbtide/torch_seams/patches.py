@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
-from ebbtide.turns import Turns
+from ebbtide.deferred_queue import DeferredQueue
 
-__all__ = ["Attribute", "Item", "Patch", "Place", "Setting", "open_patches", "patched", "places", "wrapped"]
+__all__ = ["Attribute", "Item", "Patch", "PatchTarget", "Setting", "open_patches", "patched", "places", "wrapped"]
 
 
 class _Nothing:
@@ -40,7 +40,7 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-class Place(Protocol):
+class PatchTarget(Protocol):
     """Definition 1."""
 
     @property
@@ -145,7 +145,7 @@ class Setting:
 class _Layer:
     """One open patch of one place, apart from its handle, which may be garbage."""
 
-    place: Place
+    place: PatchTarget
     default: Callable[..., Any] | None = None
     found: Any = _NOTHING
     laid: Any = _NOTHING
@@ -159,9 +159,9 @@ class _Layer:
         return function(*args, **kwargs)
 
 
-_turns = Turns()
+_turns = DeferredQueue()
 _layers: dict[tuple[object, ...], list[_Layer]] = {}
-_ever: dict[tuple[object, ...], Place] = {}
+_ever: dict[tuple[object, ...], PatchTarget] = {}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -185,7 +185,7 @@ def _lay(layer: _Layer) -> None:
     place.write(layer.laid)
 
 
-def _take_off(layer: _Layer) -> None:
+def _remove(layer: _Layer) -> None:
     """Close; done twice, or interrupted and done again, it is done once."""
     layer.active = False
     place = layer.place
@@ -205,7 +205,7 @@ def _take_off(layer: _Layer) -> None:
 
 def _close(layer: _Layer) -> None:
     """Called by the garbage collector as well."""
-    _turns.do(functools.partial(_take_off, layer))
+    _turns.do(functools.partial(_remove, layer))
 
 
 class Patch:
@@ -216,7 +216,7 @@ class Patch:
         place: where.
     """
 
-    def __init__(self, place: Place, layer_of: Callable[[Place], _Layer]) -> None:
+    def __init__(self, place: PatchTarget, layer_of: Callable[[PatchTarget], _Layer]) -> None:
         self._place = place
         self._layer_of = layer_of
         self._end: weakref.finalize[[_Layer], Patch] | None = None
@@ -264,13 +264,13 @@ class Patch:
         self.close()
 
 
-def patched(place: Place, value: Any) -> Patch:
+def patched(place: PatchTarget, value: Any) -> Patch:
     """A patch that lays ``value``, on all threads."""
     return Patch(place, lambda where: _Layer(where, laid=value))
 
 
 def wrapped(
-    place: Place,
+    place: PatchTarget,
     make: Callable[[Callable[..., Any]], Callable[..., Any]],
     *,
     this_thread: bool = False,
@@ -288,7 +288,7 @@ def wrapped(
         lasting: whether it stays for as long as something lives, and not for a while.
     """
 
-    def layer_of(where: Place) -> _Layer:
+    def layer_of(where: PatchTarget) -> _Layer:
         layer = _Layer(where, default, lasting=lasting)
         replacement = make(layer.below)
         thread = threading.get_ident() if this_thread else None
@@ -305,7 +305,7 @@ def wrapped(
     return Patch(place, layer_of)
 
 
-def places() -> list[Place]:
+def places() -> list[PatchTarget]:
     """Every place that has been patched in this process: what tests hold against what was there before."""
     return _turns.now(lambda: list(_ever.values()))
 

@@ -52,12 +52,12 @@ def _references(tensors: list[torch.Tensor], index: int) -> int:
     return sys.getrefcount(tensors[index])
 
 
-def _known() -> int:
+def _generation() -> int:
     container = {0: torch.empty(1)}
     return _references([container[0]], 0)
 
 
-_OF_ONE_CONTAINER = _known()
+_OF_ONE_CONTAINER = _generation()
 
 
 def _others_run() -> bool:

@@ -29,9 +29,9 @@ def inverse_scale_of(scaler: GradScaler) -> torch.Tensor | None:
     return None if scale is None else scale.double().reciprocal().float()
 
 
-def multiply_and_check(gradient: torch.Tensor, found: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply in place, and set ``found`` to 1 if an element is not finite (definition 1)."""
-    _torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
+def multiply_and_check(gradient: torch.Tensor, found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply in place, and set ``found_inf`` to 1 if an element is not finite (definition 1)."""
+    _torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, factor)
 
 
 def unscaling_answered(

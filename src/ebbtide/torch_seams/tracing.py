@@ -10,7 +10,7 @@
 6. Dynamo tells in words which exception nobody caught. Its 2.11 tells the arguments in words of its own, which cannot
    be read back: there they are taken from the exception that it keeps.
 7. A context variable is traced (``context_variables.py``).
-8. What Dynamo reads without a guard gets one (``unguarded.py``).
+8. What Dynamo reads without a guard gets one (``extra_guards.py``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.utils import checkpoint as checkpoints
 
 from ebbtide.signals import raised_by_a_handler
 from ebbtide.torch_seams.context_variables import context_variables_traced
+from ebbtide.torch_seams.extra_guards import extra_guards
 from ebbtide.torch_seams.leaves import leaves_traced
 from ebbtide.torch_seams.patches import Attribute, Item, wrapped
-from ebbtide.torch_seams.unguarded import unguarded_guarded
 
 __all__ = ["PYTHON_DRAWS", "corrected_tracing", "made_anew", "only_withs", "raised_in_trace", "traced_by_dynamo_as"]
 
@@ -85,7 +85,7 @@ def corrected_tracing() -> Iterator[None]:
                 stack.enter_context(wrapped(Attribute(module, "call_random_fn"), _refuse_draw, this_thread=True))
         stack.enter_context(leaves_traced())
         stack.enter_context(context_variables_traced())
-        stack.enter_context(unguarded_guarded())
+        stack.enter_context(extra_guards())
         if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
             kind = user_defined.UserDefinedExceptionClassVariable  # which in 2.11 inherits the method
             place, inherited = Attribute(kind, "call_function"), kind.call_function

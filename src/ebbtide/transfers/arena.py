@@ -24,9 +24,9 @@ from contextlib import contextmanager
 import torch
 
 from ebbtide.errors import InternalError, TierError
+from ebbtide.transfers.paths import Block, Copy, TransferPath
 from ebbtide.transfers.slots import Slot, region_bytes
 from ebbtide.transfers.traffic import Traffic
-from ebbtide.transfers.ways import Copy, Place, Way
 
 __all__ = ["Arena", "arena_numbered", "current_arena", "gone", "travelling"]
 
@@ -34,14 +34,14 @@ __all__ = ["Arena", "arena_numbered", "current_arena", "gone", "travelling"]
 class _Regions:
     """The regions of an arena, given back once it is closed and no job uses them (definition 4)."""
 
-    def __init__(self, tiers: Mapping[str, Way], sizes: Mapping[str, int]) -> None:
+    def __init__(self, tiers: Mapping[str, TransferPath], sizes: Mapping[str, int]) -> None:
         self._tiers = tiers
         self._process = os.getpid()
         self._lock = threading.RLock()  # a finalizer may close them while this very thread is here
         self._closed = False
         self._unsure = False
         self._under_way = 0
-        self.of: dict[str, Place] = {}
+        self.of: dict[str, Block] = {}
         try:
             for tier, size in sizes.items():
                 self.of[tier] = tiers[tier].region(size)
@@ -118,7 +118,9 @@ class Arena:
         TierError: if a tier has no room.
     """
 
-    def __init__(self, slots: Sequence[Slot], tiers: Mapping[str, Way], number: int = 0, timed: bool = False) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], tiers: Mapping[str, TransferPath], number: int = 0, timed: bool = False
+    ) -> None:
         self._slots = slots
         self._tiers = tiers
         self._process = os.getpid()
@@ -191,7 +193,7 @@ class Arena:
                 job.cancel()
         self._finalizer()
 
-    def _place(self, index: int) -> tuple[Slot, Place]:
+    def _place(self, index: int) -> tuple[Slot, Block]:
         slot = self._slots[index]
         if os.getpid() != self._process:
             raise TierError(

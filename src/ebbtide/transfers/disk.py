@@ -24,8 +24,8 @@ import torch
 
 from ebbtide.errors import TierError
 from ebbtide.transfers.lane import Job, Lane
+from ebbtide.transfers.paths import Pool
 from ebbtide.transfers.slots import Slot
-from ebbtide.transfers.ways import Pool
 from ebbtide.units import format_bytes
 
 __all__ = ["DiskTier", "Region", "disk_tier", "free_bytes", "refuse_directory"]

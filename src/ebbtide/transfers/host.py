@@ -25,10 +25,10 @@ import torch
 
 from ebbtide.errors import TierError
 from ebbtide.faults import users_level
+from ebbtide.transfers.paths import Pool
 from ebbtide.transfers.slots import Slot
 from ebbtide.transfers.streams import CUDA, Edge, Streams, bytes_of
 from ebbtide.transfers.traffic import Traffic
-from ebbtide.transfers.ways import Pool
 from ebbtide.units import format_bytes
 
 __all__ = ["Crossing", "HostTier", "Slab", "free_host_bytes", "host_tier"]

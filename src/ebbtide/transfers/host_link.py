@@ -44,16 +44,16 @@ class _Probe:
     def _place(self, slab: Slab, offset: int) -> torch.Tensor:
         return slab.place(Slot(0, "", "host", offset, _PIECE_BYTES, (), (), torch.uint8, self.device))
 
-    def seconds(self, *ways: _Way, copies: int = _COPIES, size: int = _PIECE_BYTES) -> float:
+    def seconds(self, *directions: _Way, copies: int = _COPIES, size: int = _PIECE_BYTES) -> float:
         """What so many copies take each way, all ways at once."""
         streams = self.streams
         start = streams.record(streams.current(self.device))
-        sides = [streams.side(self.device, way) for way in ways]
+        sides = [streams.side(self.device, way) for way in directions]
         for side in sides:
             streams.wait(side, start, Edge.MADE)
         begins = [streams.record(side, timed=True) for side in sides]
         for _ in range(copies):
-            for way, side in zip(ways, sides, strict=True):
+            for way, side in zip(directions, sides, strict=True):
                 host, card = bytes_of(self.host[way], 0, size), bytes_of(self.card[way], 0, size)
                 streams.copy(*((host, card) if way == "out" else (card, host)), side)
         ends = [streams.record(side, timed=True) for side in sides]

@@ -27,17 +27,17 @@ from typing import Any
 import torch
 
 from ebbtide.errors import TierError, UsageError
-from ebbtide.files import cache_directory, keep, kept
+from ebbtide.files import cache_directory, keep, read_saved
 from ebbtide.step.machine import Link, Machine, is_elsewhere, machine_named
 from ebbtide.tiers import Tier
 from ebbtide.transfers.disk import DiskTier, Region, free_bytes
 from ebbtide.transfers.host import HostTier, free_host_bytes
 from ebbtide.transfers.host_link import like_of, measure_host
 from ebbtide.transfers.lane import Lane
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.staged import StagedDisk
 from ebbtide.transfers.streams import card
 from ebbtide.transfers.tiers import open_tiers
-from ebbtide.transfers.ways import Way
 from ebbtide.units import format_percent
 
 __all__ = [
@@ -104,7 +104,7 @@ def machine_with_tiers(
     return machine, names
 
 
-def this_machine(tiers: Mapping[str, Way], device: str = "cpu") -> Machine | None:
+def this_machine(tiers: Mapping[str, TransferPath], device: str = "cpu") -> Machine | None:
     """The machine at hand with measured links to ``tiers``; ``None`` without any.
 
     Args:
@@ -263,13 +263,13 @@ def _path_named(tier: str, named: str) -> Path:
     return cache_directory() / "links" / f"{tier}-{hashlib.sha256(named.encode()).hexdigest()[:16]}.json"
 
 
-def _keep(path: Path, known: _Measured) -> None:
-    data = {"schema": _SCHEMA, "when": time.time(), "link": asdict(known)}
+def _keep(path: Path, links: _Measured) -> None:
+    data = {"schema": _SCHEMA, "when": time.time(), "link": asdict(links)}
     keep(path, path.with_name(".lock"), lambda: data)
 
 
 def _read(path: Path) -> _Measured | None:
-    data = kept(path)
+    data = read_saved(path)
     try:
         if data is None or data["schema"] != _SCHEMA or not 0 <= time.time() - data["when"] <= _VALID_SECONDS:
             return None
@@ -302,9 +302,9 @@ def _measure(tier: DiskTier) -> _Measured:
     return _Measured(_PROBE_BYTES / out, _PROBE_BYTES / back, latency, share)
 
 
-def _pass(tier: DiskTier, region: Region, piece: torch.Tensor, way: str) -> float:
+def _pass(tier: DiskTier, region: Region, piece: torch.Tensor, direction: str) -> float:
     """Seconds, on the lane's clock, to move the probe one way."""
-    move = region.write if way == "write" else region.read
+    move = region.write if direction == "write" else region.read
     jobs = [tier.lane.submit(lambda at=at: move(at, piece)) for at in range(0, _PROBE_BYTES, _PIECE_BYTES)]
     for job in jobs:
         job.wait()

@@ -37,7 +37,7 @@ class Streams(Protocol):
         """The stream on which this thread computes now."""
         ...
 
-    def side(self, device: torch.device, way: Literal["out", "in"]) -> Any:
+    def side(self, device: torch.device, direction: Literal["out", "in"]) -> Any:
         """The stream of copies that way."""
         ...
 
@@ -81,10 +81,10 @@ class CudaStreams:
         """See :class:`Streams`."""
         return torch.cuda.current_stream(device)
 
-    def side(self, device: torch.device, way: Literal["out", "in"]) -> torch.cuda.Stream:
+    def side(self, device: torch.device, direction: Literal["out", "in"]) -> torch.cuda.Stream:
         """See :class:`Streams`. Of high priority: torch hands out those from another set than most programs ask for."""
         with self._lock:
-            key = (device, way)
+            key = (device, direction)
             if key not in self._sides:
                 self._sides[key] = torch.cuda.Stream(device, priority=-1)
             return self._sides[key]

@@ -9,20 +9,20 @@ from ebbtide.files import cache_directory
 from ebbtide.tiers import Tier
 from ebbtide.transfers.disk import disk_tier, refuse_directory
 from ebbtide.transfers.host import host_tier
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.staged import staged_disk
-from ebbtide.transfers.ways import Way
 
 __all__ = ["open_tiers"]
 
 
-def open_tiers(tiers: Iterable[Tier], device: str) -> dict[str, Way]:
+def open_tiers(tiers: Iterable[Tier], device: str) -> dict[str, TransferPath]:
     """The tiers by name, each ready to be used from ``device``, a type.
 
     Raises:
         UsageError: for the host's memory where the device's is the host's.
         TierError: for a directory that cannot be a tier.
     """
-    found: dict[str, Way] = {}
+    found: dict[str, TransferPath] = {}
     for tier in tiers:
         if tier.directory is None:
             if device != "cuda":

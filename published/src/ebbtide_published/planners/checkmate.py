@@ -13,7 +13,7 @@ from ebbtide.planners.base import PROGRAM_ORDER, Answer, Problem, Progress, Stat
 from ebbtide.planners.bounds.stage_model import PERCENT, StageModel
 from ebbtide.planners.keep_all import keep_all
 from ebbtide.planners.registry import planner
-from ebbtide.planners.search.greedy import PROVEN, Found, checked, seeds_of, start_from
+from ebbtide.planners.search.greedy import PROVEN, Incumbent, checked, seeds_of, start_from
 from ebbtide.planners.solvers.highs import Solved, solve
 
 __all__ = ["BOUND_CLASS", "SECONDS", "checkmate", "checkmate_free", "heuristic_start"]
@@ -37,9 +37,9 @@ def checkmate_free(problem: Problem) -> Answer:
     return _solved(problem, "free")
 
 
-def heuristic_start(problem: Problem) -> Found:
+def heuristic_start(problem: Problem) -> Incumbent:
     """The best plan of seeds, greedy and a short local search; none if that is all too little."""
-    found = Found(problem)
+    found = Incumbent(problem)
     found.tell("heuristic start")
     for reruns in ([], *seeds_of(problem)):
         start_from(found, reruns)
@@ -81,7 +81,7 @@ def _overhead(percent: float) -> float | None:
     return percent / PERCENT if abs(percent) < 1e15 else None
 
 
-def _answer(problem: Problem, found: Found, stages: StageModel, solved: Solved, *, cut_short: bool) -> Answer:
+def _answer(problem: Problem, found: Incumbent, stages: StageModel, solved: Solved, *, cut_short: bool) -> Answer:
     """The better of the solver's plan and the start, after the simulator has agreed to it."""
     notes = {"solver": f"HiGHS: {solved.status}", "rows": str(stages.model.rows)}
     notes["columns"] = str(len(stages.model.cost))

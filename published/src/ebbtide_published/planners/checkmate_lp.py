@@ -24,7 +24,7 @@ from ebbtide.planners.bounds.stage_model import PERCENT, StageModel
 from ebbtide.planners.keep_all import keep_all
 from ebbtide.planners.registry import planner
 from ebbtide.planners.search import local_search
-from ebbtide.planners.search.greedy import Found, Reruns, checked
+from ebbtide.planners.search.greedy import Incumbent, Reruns, checked
 from ebbtide.planners.search.reruns_from_kept import reruns_for_residents
 from ebbtide.planners.solvers.highs import solve
 from ebbtide_published.planners.checkmate import BOUND_CLASS, SAFETY, SECONDS
@@ -50,7 +50,7 @@ def checkmate_lp_pure(problem: Problem) -> Answer:
 def _rounded(problem: Problem, *, repaired: bool) -> Answer:
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
-    found = {kind: Found(problem) for kind in ("pure", "repaired")}
+    found = {kind: Incumbent(problem) for kind in ("pure", "repaired")}
     interrupt = problem.interrupt.or_after(SECONDS)
     status, unfinished = "no relaxation was solved", False
     for margin in MARGINS:
@@ -83,7 +83,7 @@ def _rounded(problem: Problem, *, repaired: bool) -> Answer:
     return answer
 
 
-def _best(found: dict[str, Found]) -> float | None:
+def _best(found: dict[str, Incumbent]) -> float | None:
     overhead = min(each.overhead for each in found.values())
     return overhead if overhead < float("inf") else None
 
@@ -106,7 +106,7 @@ def _roundings(stages: StageModel, values: NDArray[np.float64]) -> Iterator[Reru
         yield reruns_for_residents(stages.program, lambda t, held=held: held[t])
 
 
-def _offer(found: dict[str, Found], reruns: Reruns) -> None:
+def _offer(found: dict[str, Incumbent], reruns: Reruns) -> None:
     """Judge one rounding as it is, and after repair and clean-up."""
     pure, repaired = found["pure"], found["repaired"]
     pure.state.load(reruns)

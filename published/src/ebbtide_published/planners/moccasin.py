@@ -36,7 +36,7 @@ from typing import Any
 from ebbtide.planners.base import PROGRAM_ORDER, Answer, Interrupt, Problem, Status
 from ebbtide.planners.keep_all import keep_all
 from ebbtide.planners.registry import planner, planner_named
-from ebbtide.planners.search.greedy import Found, checked, seeds_of, start_from
+from ebbtide.planners.search.greedy import Incumbent, checked, seeds_of, start_from
 from ebbtide.planners.search.interval_state import COST_RESOLUTION
 from ebbtide.planners.search.reruns_from_kept import last_rerun_stage
 from ebbtide.step.program import Program
@@ -78,9 +78,9 @@ def retention_plan(problem: Problem, *, copies: int) -> Answer:
     return checked(problem, found, notes, f"{BOUND_CLASS}, copies: {copies}")
 
 
-def _start(problem: Problem) -> Found:
+def _start(problem: Problem) -> Incumbent:
     """A plan of small effort to start from, if one is found."""
-    found = Found(replace(problem, effort=min(problem.effort, START_EFFORT)))
+    found = Incumbent(replace(problem, effort=min(problem.effort, START_EFFORT)))
     found.tell("start point")
     for reruns in ([], *seeds_of(problem)):
         start_from(found, reruns)
@@ -90,7 +90,7 @@ def _start(problem: Problem) -> Found:
     return found
 
 
-def _listen(found: Found, request: Line, lines: Iterator[Line]) -> str:
+def _listen(found: Incumbent, request: Line, lines: Iterator[Line]) -> str:
     """Keep what the solver finds and proves; how it ended, in our words."""
     extra_runs = sum(row["copies"] - 1 for row in request["ops"])
     rounding = extra_runs * COST_RESOLUTION / 2

@@ -26,7 +26,7 @@ from ebbtide.planners.base import Answer, Problem, Status
 from ebbtide.planners.keep_all import keep_all
 from ebbtide.planners.registry import planner
 from ebbtide.planners.search import local_search
-from ebbtide.planners.search.greedy import Found, checked
+from ebbtide.planners.search.greedy import Incumbent, checked
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.planners.search.jit import Ints
 from ebbtide.planners.search.reruns_from_kept import Residents, reruns_for_residents
@@ -251,7 +251,7 @@ def chain(problem: Problem) -> Answer:
     """The dynamic program on the forward's cuts, measured for the memory that uses the budget."""
     if (unplanned := keep_all(problem)).status is Status.OPTIMAL:
         return unplanned
-    found = Found(problem)
+    found = Incumbent(problem)
     tried: list[list[int]] = []
     for width in WIDTHS:
         cuts = _cuts(problem.program, width)
@@ -262,7 +262,7 @@ def chain(problem: Problem) -> Answer:
     return checked(problem, found, {"steps": ", ".join(str(len(cuts)) for cuts in tried)})
 
 
-def _search(found: Found, cuts: Sequence[int]) -> None:
+def _search(found: Incumbent, cuts: Sequence[int]) -> None:
     """Fill the table of one way to cut; bisect for the most memory whose plan fits, and look around it."""
     problem = found.problem
     laid = _chain_of(problem.program, cuts)
@@ -290,7 +290,7 @@ def _units(steps: int, options: int) -> int:
     return max(LEAST_UNITS, min(UNITS, int(TABLE_WORK / work)))
 
 
-def _measure(found: Found, reruns: list[tuple[int, int]]) -> bool:
+def _measure(found: Incumbent, reruns: list[tuple[int, int]]) -> bool:
     """Offer a plan; if it fits, also without the reruns that it can do without. Whether it fits."""
     found.state.load(reruns)
     if not found.offer():

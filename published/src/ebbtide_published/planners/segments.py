@@ -23,7 +23,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ebbtide.planners.base import Answer, Problem
-from ebbtide.planners.search.greedy import Found, checked
+from ebbtide.planners.search.greedy import Incumbent, checked
 from ebbtide.planners.search.reruns_from_kept import Residents, reruns_for_residents
 from ebbtide.step.program import Program
 
@@ -51,7 +51,7 @@ class Trials:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._found = Found(problem)
+        self._found = Incumbent(problem)
         self._setting = ""
 
     def measure(self, setting: str, residents: Residents) -> Rank:

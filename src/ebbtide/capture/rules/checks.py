@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import has_side_effect
 
-from ebbtide.capture.origin import Place, line_of
+from ebbtide.capture.origin import SourceLine, line_of
 from ebbtide.errors import CaptureError
 from ebbtide.torch_seams.checks import Raised
 from ebbtide.torch_seams.dispatcher import traced_as
@@ -37,14 +37,14 @@ _CHECK = torch.ops.aten._linalg_check_errors.default
 
 
 @torch.library.custom_op("ebbtide::check_true", mutates_args=())
-def check_true(condition: Tensor, kind: str, message: str, told: list[Tensor]) -> Tensor:
+def check_true(condition: Tensor, kind: str, message: str, tensors: list[Tensor]) -> Tensor:
     """A tensor of no elements, if ``condition``, of one element, is true.
 
     Raises:
-        Exception: if it is not: of class ``kind``, with a message that tells the values of ``told`` (``Raised``).
+        Exception: if it is not: of class ``kind``, with a message that tells the values of ``tensors`` (``Raised``).
     """
     if not condition:
-        raise Raised(kind, message).error(told)
+        raise Raised(kind, message).error(tensors)
     return condition.new_empty(0)
 
 
@@ -75,7 +75,7 @@ def assertions_as_ops(graph: fx.GraphModule) -> None:
     nodes = graph.graph
     if asserts_on_numbers(nodes):
         number = number_read(nodes)
-        where = line_of(number) if number is not None else Place("", "")
+        where = line_of(number) if number is not None else SourceLine("", "")
         raise CaptureError(
             f"{where.text}. {_ABOUT_A_NUMBER}" if where.text else _ABOUT_A_NUMBER,
             remedy="assert on the tensor itself, and the assertion is part of the step: assert (x > 0).all()",

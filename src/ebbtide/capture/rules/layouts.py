@@ -21,7 +21,7 @@ import torch
 
 from ebbtide.cost.call import call_with, same_strides
 from ebbtide.cost.profile import run_alone
-from ebbtide.cost.room import NoRoom
+from ebbtide.cost.profiling_budget import NotProfiled
 from ebbtide.signals import raised_by_a_handler
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.dispatcher import OpOverload, is_composite, schema_of
@@ -92,7 +92,7 @@ def _true_strides(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     try:
         with without_modes():
             reals = pytree.tree_leaves(run_alone(call))
-    except (NoRoom, MemoryError, torch.OutOfMemoryError):  # another time there may be room
+    except (NotProfiled, MemoryError, torch.OutOfMemoryError):  # another time there may be room
         _here.had_no_room = True
         return unknown
     except Exception as error:  # a kernel may refuse synthetic inputs; then the description stands

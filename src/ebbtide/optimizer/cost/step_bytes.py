@@ -7,8 +7,8 @@
    (Shampoo's). A stand-in with one parameter of each kind, the largest, takes :data:`STEPS` steps to tell which is the
    largest, and all parameters step up to that one.
 3. A kernel may take memory of its own besides its results. On the device at hand every op is run once, alone, on memory
-   that is resident anyway as far as can be (``cost.room``), but for those that take none: arithmetic of single
-   elements in one type, on lists of tensors too, copies and fills. Of several types, a kernel casts some of them first.
+   that is resident anyway as far as can be (``cost.profiling_budget``), but for those that take none: arithmetic of
+   single elements in one type, on lists of tensors too, copies and fills. Of several types, a kernel casts some first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from ebbtide.cost.call import call_with
 from ebbtide.cost.profile import workspace_alone
-from ebbtide.cost.room import Room, within
-from ebbtide.measurement.resident import stepping
+from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
+from ebbtide.measurement.resident import as_stepping
 from ebbtide.optimizer.state.options import attributes_of, options_of
 from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
@@ -57,12 +57,18 @@ def step_bytes(
         device: type of the one to step on, where some optimizers take other ways; that of the parameters if ``None``.
         groups: of parameters that it steps on; its own if ``None``.
     """
-    optimizer = stepping(optimizer)
+    optimizer = as_stepping(optimizer)
     groups = optimizer.param_groups if groups is None else groups
     lenders = [each for group in groups for each in group["params"]]
     kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
     found: list[int] = []
-    with signals_wait(), without_modes(), quiet_log(), within(Room(0, lenders)), tried_out(optimizer):
+    with (
+        signals_wait(),
+        without_modes(),
+        quiet_log(),
+        profiling_within(ProfilingBudget(0, lenders)),
+        tried_out(optimizer),
+    ):
         for answer in (1, 0):  # a step that asks its own state, as ASGD does whether to average, may go either way
             try:
                 with sizes_only(), numbers_are(answer), fakes_are_stepped_as_parameters():
@@ -163,7 +169,7 @@ class _Kernels:
 
     def __init__(self, elsewhere: bool) -> None:
         self._elsewhere = elsewhere
-        self._known: dict[str, int] = {}
+        self._bytes_of: dict[str, int] = {}
 
     def workspace_bytes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: object) -> int:
         """What ``func`` takes besides its results."""
@@ -175,6 +181,6 @@ class _Kernels:
         if not tensors or any(each.device.type == "meta" for each in tensors):
             return 0
         call = call_with(func, args, kwargs, pytree.tree_leaves(results))
-        if call.signature not in self._known:
-            self._known[call.signature] = workspace_alone(call, tensors[0].device.type)
-        return self._known[call.signature]
+        if call.signature not in self._bytes_of:
+            self._bytes_of[call.signature] = workspace_alone(call, tensors[0].device.type)
+        return self._bytes_of[call.signature]

@@ -97,7 +97,7 @@ class OptimizerStepCost:
     def __init__(self, optimizer: torch.optim.Optimizer, *, one_by_one: bool = False) -> None:
         self.optimizer = optimizer
         self.one_by_one = one_by_one
-        self._known: tuple[object, int | None] = (None, 0)
+        self._last: tuple[object, int | None] = (None, 0)
 
     def taken_bytes(self, trained: bytes) -> int | None:
         """What it takes while it runs; ``None`` if that cannot be found out.
@@ -106,9 +106,9 @@ class OptimizerStepCost:
             trained: which parameters take gradients, in any form.
         """
         key = self.key(trained)
-        if self._known[0] != key:
-            self._known = (key, self._look())
-        return self._known[1]
+        if self._last[0] != key:
+            self._last = (key, self._look())
+        return self._last[1]
 
     def key(self, trained: bytes) -> object:
         """What it depends on (definition 2)."""
@@ -151,23 +151,23 @@ class StepRecheck:
     gone_bytes: int
     had_state: bool
 
-    def refuse_more(self, stepping: OptimizerStepCost) -> None:
+    def refuse_more(self, step_cost: OptimizerStepCost) -> None:
         """Refuse a step that takes more by now than the budget has room for; nothing has been stepped.
 
         Raises:
             BudgetError: saying what it takes.
         """
-        groups = stepping.optimizer.param_groups
-        if stepping.key(self.trained) == self.key or all(each.grad is None for g in groups for each in g["params"]):
+        groups = step_cost.optimizer.param_groups
+        if step_cost.key(self.trained) == self.key or all(each.grad is None for g in groups for each in g["params"]):
             return
         # State may have been loaded since.
-        state = sum(storages_in([kept_by(each) for each in optimizers_in(stepping.optimizer)]).values())
+        state = sum(storages_in([kept_by(each) for each in optimizers_in(step_cost.optimizer)]).values())
         counted = self.plan.resident_parts.get(OPTIMIZER_STATE, state) if self.had_state else 0
-        taken = stepping.end(self.trained)
+        taken = step_cost.end(self.trained)
         end = replace(
             taken,
-            bytes=taken.bytes + max(state - counted, 0) + future_state_bytes(stepping.optimizer),
-            what=_what(stepping.optimizer),
+            bytes=taken.bytes + max(state - counted, 0) + future_state_bytes(step_cost.optimizer),
+            what=_what(step_cost.optimizer),
             remedy=taken.remedy or "change its options back",
             summed=self.summed,
             gone_bytes=self.gone_bytes,
@@ -183,6 +183,6 @@ class StepRecheck:
             raise error
 
 
-def _most(found: Sequence[int | None]) -> int | None:
-    known = [each for each in found if each is not None]
-    return max(known, default=0) if len(known) == len(found) else None
+def _most(sizes: Sequence[int | None]) -> int | None:
+    known = [each for each in sizes if each is not None]
+    return max(known, default=0) if len(known) == len(sizes) else None

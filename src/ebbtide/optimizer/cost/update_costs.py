@@ -32,7 +32,7 @@ class UpdateCosts:
     def __init__(self, optimizer: torch.optim.Optimizer, device: str | None = None) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._known: dict[object, int] = {}
+        self._bytes_of: dict[object, int] = {}
         self._state = sum(future_state_sizes(optimizer)) + sum(storages_in([list(optimizer.state.values())]).values())
         self._trained = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
 
@@ -51,10 +51,10 @@ class UpdateCosts:
             parameter.dtype,
             parameter.device,
         )
-        if key not in self._known:
-            self._known[key] = self._taken(options, parameter)
+        if key not in self._bytes_of:
+            self._bytes_of[key] = self._taken(options, parameter)
         state = self._state * parameter.nbytes // max(self._trained, 1)
-        return self._known[key], 3 * parameter.nbytes + 2 * state
+        return self._bytes_of[key], 3 * parameter.nbytes + 2 * state
 
     def of_partial_norm(self, parameter: torch.Tensor, *, copies: bool = False) -> tuple[int, int]:
         """Bytes that the norm of a gradient like ``parameter`` takes, and that it reads; ``copies`` if it takes a copy.

@@ -41,11 +41,11 @@ class BackwardUpdates:
 
     def __init__(
         self,
-        inside: OptimizerInBackward,
+        optimizer: OptimizerInBackward,
         parameters: Mapping[int, tuple[torch.Tensor, str]],
         entries: Mapping[int, int],
     ) -> None:
-        self._inside = inside
+        self._inside = optimizer
         self._trained = dict(parameters)
         self._entries = entries
         self._groups: dict[int, dict[str, Any]] = {}
@@ -53,7 +53,7 @@ class BackwardUpdates:
         self._updated: list[tuple[torch.Tensor, str]] = []
         self._coefficient: torch.Tensor | None = None
         self._skipped: list[tuple[torch.Tensor, str]] = []
-        self._found: torch.Tensor | None = None
+        self._overflow: torch.Tensor | None = None
         self._inverse: torch.Tensor | None = None
         self._skips = False
 
@@ -98,19 +98,19 @@ class BackwardUpdates:
                 raise UsageError(
                     "the model was fitted with a scaler, which has not scaled this loss: scaler.scale(loss).backward()"
                 )
-            self._found = torch.zeros_like(self._inverse)
+            self._overflow = torch.zeros_like(self._inverse)
 
     def _seen(self, gradient: torch.Tensor) -> torch.Tensor:
         """One number that is known of ``gradient``, which stays as it is: its norm, once it is unscaled."""
         clipping = self._inside.clipping
-        if self._inverse is not None and self._found is not None:
+        if self._inverse is not None and self._overflow is not None:
             if gradient.dtype == torch.float16:
                 raise ValueError("Attempting to unscale FP16 gradients.")  # as the scaler says it
             if clipping is None:
-                multiply_and_check(gradient, self._found, torch.ones_like(self._inverse))
+                multiply_and_check(gradient, self._overflow, torch.ones_like(self._inverse))
                 return gradient.new_zeros(())
             gradient = gradient.clone()
-            multiply_and_check(gradient, self._found, self._inverse)
+            multiply_and_check(gradient, self._overflow, self._inverse)
         assert clipping is not None
         return norm_of(gradient, clipping.norm_type, clipping.foreach)
 
@@ -140,8 +140,8 @@ class BackwardUpdates:
                     parts.append(self._seen(gradient))
                     of.append(gradient)
                     others.append(gradient)
-            if self._found is not None and self._inverse is not None:
-                self._skips = bool(self._found.item())
+            if self._overflow is not None and self._inverse is not None:
+                self._skips = bool(self._overflow.item())
             if clipping is None:
                 return next(iter(norms.values()))
             if others and self._inverse is not None:
@@ -169,8 +169,8 @@ class BackwardUpdates:
         if clipping is not None or self._inverse is not None:
             gradient = gradient if (existing := gradient_of(parameter)) is None else existing
             with torch.no_grad():
-                if self._inverse is not None and self._found is not None:
-                    multiply_and_check(gradient, self._found, self._inverse)
+                if self._inverse is not None and self._overflow is not None:
+                    multiply_and_check(gradient, self._overflow, self._inverse)
                 if clipping is not None and self._coefficient is not None:
                     scale_by(gradient, self._coefficient, clipping.foreach)
         # In the list first: an update that is interrupted may have been made in part.
@@ -179,14 +179,14 @@ class BackwardUpdates:
 
     def end(self) -> None:
         """Its backward has returned, or failed."""
-        self._inside.applied.found = self._skips
+        self._inside.gradient_guard.overflowed = self._skips
         if self._skipped:
-            self._inside.applied.add(self._skipped)
+            self._inside.gradient_guard.add(self._skipped)
         if self._updated:
             self._inside.order_new_state()
             self._inside.has_updated = True
-            self._inside.applied.add(self._updated)
-        self._inside.used.note_tensors()
+            self._inside.gradient_guard.add(self._updated)
+        self._inside.update_audit.note_tensors()
 
     def failed(self, error: BaseException) -> BaseException:
         """What to raise in place of ``error`` (definition 4)."""

@@ -158,7 +158,7 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
     """What a step does where no parameter has a gradient; empty if nothing."""
     for each in _of_groups(optimizer):
         each.grad = None
-    before = [each.detach().clone() for each in _held(optimizer)]
+    before = [each.detach().clone() for each in _state_tensors(optimizer)]
     numbers = [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]
     try:
         optimizer.step()
@@ -169,7 +169,7 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
             f"fails where no parameter has a gradient ({type(error).__name__}: {error}), and after such a backward "
             "optimizer.step() finds none"
         )
-    after = _held(optimizer)
+    after = _state_tensors(optimizer)
     same = len(before) == len(after) and all(map(_same_bits, before, after))
     if same and numbers == [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]:
         return ""
@@ -261,7 +261,7 @@ def _of_groups(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Parameters, their gradients and their state."""
     return [
         tensor for each in _of_groups(optimizer) for tensor in tensors_in([each.data, each.grad, optimizer.state[each]])

@@ -57,18 +57,18 @@ class GradientGuard:
 
     Attributes:
         state: of all of them.
-        stepping: whether ``optimizer.step()`` runs.
-        found: whether some were not finite, so that nothing has been updated.
+        in_step: whether ``optimizer.step()`` runs.
+        overflowed: whether some were not finite, so that nothing has been updated.
         rounds: how often a backward has updated something.
         stepped_round: the last of these whose ``optimizer.step()`` has ended.
     """
 
     def __init__(self, functions: frozenset[CodeType], *, clips: bool = False) -> None:
         self._clips = clips
-        self.found = False
+        self.overflowed = False
         self.rounds = self.stepped_round = 0
         self.state = GuardState.CLEARED
-        self.stepping = False
+        self.in_step = False
         self._functions = functions
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
         self._unscaling = False
@@ -100,7 +100,7 @@ class GradientGuard:
         self.state = GuardState.CLEARED
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Definition 5."""
         self._hide()
         try:
@@ -134,10 +134,10 @@ class GradientGuard:
             return
         self._unscaling = True
         try:
-            yield {each.device for each in self.parameters}, self.found
+            yield {each.device for each in self.parameters}, self.overflowed
         finally:
             self._unscaling = False
-        if self.found:
+        if self.overflowed:
             self.state = GuardState.STEPPED
 
     # -- who asks -------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class GradientGuard:
         clears = clears_gradients(frame)
         if self._unscaling:
             return None
-        if self.stepping and not clears and is_of_step(frame, self._functions):
+        if self.in_step and not clears and is_of_step(frame, self._functions):
             return gradient_of(parameter)
         if self.state is GuardState.STEPPED and clears:
             if frame.f_locals.get("set_to_none") is False:
@@ -174,7 +174,7 @@ class GradientGuard:
 
     def _refusal(self, parameter: torch.Tensor, *, clears: bool) -> UsageError:
         _, name = self._names[id(parameter)]
-        if self.state is GuardState.STEPPED and not self.stepping:  # in the step only its own hooks get here
+        if self.state is GuardState.STEPPED and not self.in_step:  # in the step only its own hooks get here
             return UsageError(
                 f'the gradient of {name} was applied in the backward (step="inside") and is gone: there is none to '
                 "read until it is cleared (optimizer.zero_grad()) and another backward has run. What is logged of "

@@ -41,6 +41,7 @@ from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.optimizer.in_step.update_audit import UpdateAudit
 from ebbtide.optimizer.in_step.updates import names_of
 from ebbtide.optimizer.state.options import settings_of
+from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 from ebbtide.torch_seams.optimizers import (
     closure_in,
@@ -54,7 +55,6 @@ from ebbtide.torch_seams.optimizers import (
     with_closure,
 )
 from ebbtide.torch_seams.scalers import unscaling_answered
-from ebbtide.torch_seams.stance import left_out_of_traces
 
 __all__ = ["OptimizerInBackward"]
 
@@ -72,8 +72,8 @@ class OptimizerInBackward:
         clipping: likewise.
         scaler: likewise; ``None`` if it is not enabled.
         total_norm: of the gradients of the last backward that has taken it, before they were clipped.
-        applied: what has been updated and is not cleared.
-        used: by the last updates, until ``optimizer.step()`` ends.
+        gradient_guard: what has been updated and is not cleared.
+        update_audit: by the last updates, until ``optimizer.step()`` ends.
         has_updated: whether a backward has updated anything, so that the optimizer's state is there.
     """
 
@@ -87,15 +87,15 @@ class OptimizerInBackward:
         self.clipping = clipping
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.total_norm: torch.Tensor | None = None
-        self.applied = GradientGuard(functions_of(optimizer), clips=clipping is not None)
-        self.used = UpdateAudit(optimizer, self.applied)
+        self.gradient_guard = GradientGuard(functions_of(optimizer), clips=clipping is not None)
+        self.update_audit = UpdateAudit(optimizer, self.gradient_guard)
         self.has_updated = False
         self._closed = False
         self._insertion: UpdateInsertion | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._with_state = {id(each) for each in optimizer.state}
         self._accumulating = Counter[int]()  # threads
-        self._tried = self._all_settings()
+        self._tried_settings = self._all_settings()
         self._stepped_by: list[tuple[torch.Tensor, torch.Tensor]] = []
         before, after = self._before_step, self._after_step
         why = "Ebbtide norms at what its steps have updated"
@@ -104,7 +104,7 @@ class OptimizerInBackward:
             first_of_step_post_hooks(optimizer, left_out_of_traces(after, why)),
         )
         self._unscaling = (
-            None if self.scaler is None else unscaling_answered(self.scaler, optimizer, self.applied.unscaled)
+            None if self.scaler is None else unscaling_answered(self.scaler, optimizer, self.gradient_guard.unscaled)
         )
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class OptimizerInBackward:
             hook.remove()
         if self._unscaling is not None:
             self._unscaling.close()
-        self.applied.clear()
+        self.gradient_guard.clear()
 
     # -- the step -------------------------------------------------------------------------------------------
 
@@ -147,7 +147,11 @@ class OptimizerInBackward:
     @property
     def updated_and_not_stepped(self) -> set[int]:
         """Ids of the parameters that a backward has updated and of which ``optimizer.step()`` does not know yet."""
-        return {id(each) for each in self.applied.parameters} if self.applied.state is GuardState.UPDATED else set()
+        return (
+            {id(each) for each in self.gradient_guard.parameters}
+            if self.gradient_guard.state is GuardState.UPDATED
+            else set()
+        )
 
     def parameters(self) -> list[torch.Tensor]:
         """Of the model, in the order in which it gives them."""
@@ -182,9 +186,9 @@ class OptimizerInBackward:
             CaptureError: naming who.
             UsageError: if options have been changed, and the optimizer steps on parameters together by now.
         """
-        if (settings := self._all_settings()) != self._tried:
+        if (settings := self._all_settings()) != self._tried_settings:
             refuse_coupled_steps(self.optimizer)
-            self._tried = settings
+            self._tried_settings = settings
         self._module = weakref.ref(module)  # also where no call updates, as gradients are clipped then too
         instead = 'fit without step="inside" here, or take that away'
         if checkpointed:
@@ -209,7 +213,7 @@ class OptimizerInBackward:
             )
 
     def refuse_to_begin(self) -> None:
-        """Refuse a backward to whose gradients eager would add (``applied``, definition 4).
+        """Refuse a backward to whose gradients eager would add (``gradient_guard``, definition 4).
 
         Raises:
             UsageError: saying what is to be called. This backward has changed nothing.
@@ -219,17 +223,17 @@ class OptimizerInBackward:
                 "a backward begins whose forward ran with another optimizer in the step: set_optimizer or unfit was "
                 "called since. Nothing has been updated; run the forward again"
             )
-        if self.applied.state is GuardState.UPDATED:
+        if self.gradient_guard.state is GuardState.UPDATED:
             raise UsageError(
                 "a backward begins, and optimizer.step() has not been called since the last one, which has updated the "
                 'weights (step="inside"): eager would add the gradients of both and step once. Call optimizer.step() '
                 "and zero_grad() after each; to accumulate, run all forwards and backwards but the last in "
                 "ebbtide.no_update(model)"
             )
-        if self.applied.state is GuardState.STEPPED:
+        if self.gradient_guard.state is GuardState.STEPPED:
             raise UsageError(
-                f"a backward begins, and the gradients of the last step ({names_of(self.applied.names)}) have not been "
-                'cleared: eager would add to them, and step="inside" has applied and freed them. Call '
+                f"a backward begins, and the gradients of the last step ({names_of(self.gradient_guard.names)}) have "
+                'not been cleared: eager would add to them, and step="inside" has applied and freed them. Call '
                 "optimizer.zero_grad() or model.zero_grad() before it"
             )
 
@@ -237,7 +241,7 @@ class OptimizerInBackward:
 
     def begin(self) -> None:
         """A backward is about to update."""
-        self.used.note_options()
+        self.update_audit.note_options()
         self._with_state = {id(each) for each in self.optimizer.state}
 
     def order_new_state(self) -> None:
@@ -254,21 +258,21 @@ class OptimizerInBackward:
         closure = closure_in(args, kwargs)
         given = [*args[2:], *(value for name, value in kwargs.items() if name != "closure")]
         if any(each is not None for each in given) and (
-            closure is not None or self.applied.state is GuardState.UPDATED
+            closure is not None or self.gradient_guard.state is GuardState.UPDATED
         ):
             raise UpdateError(
                 'optimizer.step() was given more than a closure, and step="inside" updates in the backward, before '
                 'there are arguments. Put options in the groups or attributes of the optimizer, or leave step="inside" '
                 "out",
-                updated=self.applied.names if self.applied.state is GuardState.UPDATED else [],
+                updated=self.gradient_guard.names if self.gradient_guard.state is GuardState.UPDATED else [],
             )
         if closure is not None:
             instead = functools.partial(self._called, closure, itertools.count())
-            self.applied.stepping = True
+            self.gradient_guard.in_step = True
             return with_closure(args, kwargs, instead)
-        if self.applied.state is GuardState.CLEARED and self.clipping is not None:
+        if self.gradient_guard.state is GuardState.CLEARED and self.clipping is not None:
             self._clip(self.clipping)
-        self.applied.stepping = True
+        self.gradient_guard.in_step = True
         if is_of_torch(self.optimizer):
             why = "Ebbtide steps what is left to step"
             return with_closure(args, kwargs, left_out_of_traces(self._instead_of_a_closure, why))
@@ -306,17 +310,17 @@ class OptimizerInBackward:
 
     def _called(self, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
         """What ``closure`` gives. It is the user's own code, in which gradients are read as anywhere outside."""
-        if next(calls) and self.applied.rounds != self.applied.stepped_round:
+        if next(calls) and self.gradient_guard.rounds != self.gradient_guard.stepped_round:
             raise UpdateError(
                 f"{type(self.optimizer).__name__} calls its closure a second time, whose backward would update again "
                 'what the first one has updated (step="inside"): leave step="inside" out',
-                updated=self.applied.names,
+                updated=self.gradient_guard.names,
             )
-        self.applied.stepping = False
+        self.gradient_guard.in_step = False
         result = closure()
-        if self.applied.state is GuardState.CLEARED and self.clipping is not None:
+        if self.gradient_guard.state is GuardState.CLEARED and self.clipping is not None:
             self._clip(self.clipping)
-        self.applied.stepping = True
+        self.gradient_guard.in_step = True
         self._allow_step()
         if is_of_torch(self.optimizer):
             self._step_each()
@@ -324,37 +328,37 @@ class OptimizerInBackward:
 
     def _allow_step(self) -> None:
         """Definitions 3 and 4, once nothing but the step itself is to come."""
-        if self.applied.state is not GuardState.UPDATED:
+        if self.gradient_guard.state is not GuardState.UPDATED:
             return
         try:
-            if self.applied.found:
+            if self.gradient_guard.overflowed:
                 raise UsageError(
                     "gradients of this step are not finite, and nothing has been updated: scaler.step(optimizer) "
                     "leaves the step out, where optimizer.step() would make it",
                 )
             self._refuse_late_gradients()
-            self.used.refuse_changes()
+            self.update_audit.refuse_changes()
         except BaseException:
-            self.applied.stepping = False
+            self.gradient_guard.in_step = False
             raise
-        self.applied.state = GuardState.STEPPED
+        self.gradient_guard.state = GuardState.STEPPED
 
     def _after_step(self, *_: object) -> None:
         self._show_gradients()
         self._allow_step()  # where it has not called its closure
-        self.applied.stepping = False
-        if self.applied.state is not GuardState.CLEARED:
+        self.gradient_guard.in_step = False
+        if self.gradient_guard.state is not GuardState.CLEARED:
             self.order_new_state()  # gradients that came inside of :func:`accumulating` are stepped by now
         self._with_state = {id(each) for each in self.optimizer.state}
-        if self.applied.state is GuardState.STEPPED:
-            self.used.refuse_other_weights()  # written by a hook that came after ours
-            if self.applied.stepped_round == self.applied.rounds:
+        if self.gradient_guard.state is GuardState.STEPPED:
+            self.update_audit.refuse_other_weights()  # written by a hook that came after ours
+            if self.gradient_guard.stepped_round == self.gradient_guard.rounds:
                 raise UsageError(
                     "optimizer.step() was called again after one backward: eager steps by the same gradients again, "
                     'and step="inside" has applied and freed them. This call has changed nothing; run another backward '
                     'before it, or leave step="inside" out'
                 )
-            self.applied.stepped_round = self.applied.rounds
+            self.gradient_guard.stepped_round = self.gradient_guard.rounds
 
     def _clip(self, clipping: Clipping) -> None:
         """Definition 5."""
@@ -370,7 +374,7 @@ class OptimizerInBackward:
 
     def _refuse_late_gradients(self) -> None:
         """Definition 4."""
-        pairs = zip(self.applied.names, self.applied.parameters, strict=True)
+        pairs = zip(self.gradient_guard.names, self.gradient_guard.parameters, strict=True)
         late = [name for name, each in pairs if gradient_of(each) is not None]
         if late:
             raise UpdateError(
@@ -378,5 +382,5 @@ class OptimizerInBackward:
                 "model that shares them), after the step had applied its own: eager adds the two and steps once. "
                 'Move what makes them into the model\'s forward, or leave step="inside" out. All of the updates of '
                 "the step's own gradients have been made",
-                updated=self.applied.names,
+                updated=self.gradient_guard.names,
             )

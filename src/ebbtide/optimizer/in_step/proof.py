@@ -35,14 +35,14 @@ _NOTHING = Results()
 """What an op claims that nobody reads."""
 
 
-def prove_updates(captured: Captured, inside: Captured) -> int:
-    """How many updates there are in ``inside``, which is ``captured`` but for them.
+def prove_updates(captured: Captured, updating: Captured) -> int:
+    """How many updates there are in ``updating``, which is ``captured`` but for them.
 
     Raises:
         RewriteError: if it is not.
     """
-    proof = _Updates(captured, inside)
-    proof.walk(inside)
+    proof = _Updates(captured, updating)
+    proof.walk(updating)
     return len(proof.taken)
 
 
@@ -84,9 +84,9 @@ class _WithCopies(Claims):
 class _Updates(_WithCopies):
     """Definitions 1 to 4."""
 
-    def __init__(self, captured: Captured, inside: Captured) -> None:
+    def __init__(self, captured: Captured, updating: Captured) -> None:
         super().__init__(captured)
-        self.inside, self.ops = inside, set(inside.op_nodes)
+        self.inside, self.ops = updating, set(updating.op_nodes)
         total = total_norm_of(captured)
         self.totals = [] if total is None else [total]
         self.taken: dict[int, int] = {}  # by position, the storage that is changed
@@ -128,7 +128,7 @@ class _Norms(_WithCopies):
     def __init__(self, captured: Captured, normed: Captured, positions: Iterable[int]) -> None:
         super().__init__(captured)
         self.positions = set(positions)
-        self.given = list(normed.outputs[normed.forward_output_count :])
+        self.norm_gradients = list(normed.outputs[normed.forward_output_count :])
         self.partials: dict[int, fx.Node] = {}
         self.totals: list[fx.Node] = []
 
@@ -137,7 +137,7 @@ class _Norms(_WithCopies):
         if isinstance(node.target, PartialNorm):
             position = node.target.position
             self.require(position not in self.partials, f"{node.target.parameter} has two norms")
-            self.require(node.args[0] is self.given[position], f"{node.name} is of something else")
+            self.require(node.args[0] is self.norm_gradients[position], f"{node.name} is of something else")
             self.partials[position] = node
             return _NOTHING
         if isinstance(node.target, TotalNorm):

@@ -29,9 +29,9 @@ class UpdateAudit:
         applied: what has been updated.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, applied: GradientGuard) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, guard: GradientGuard) -> None:
         self._optimizer = optimizer
-        self._applied = applied
+        self._applied = guard
         self._options: list[dict[str, Any]] = []
         self._attributes: dict[str, Any] = {}
         self._weights: dict[int, object] = {}
@@ -90,10 +90,10 @@ class UpdateAudit:
             updated=self._applied.names,
         )
 
-    def _changed(self, known: Mapping[int, object], now: Callable[[torch.Tensor], object]) -> str:
+    def _changed(self, versions: Mapping[int, object], now: Callable[[torch.Tensor], object]) -> str:
         """Names of the parameters of which something is known and is another thing ``now``."""
         pairs = zip(self._applied.names, self._applied.parameters, strict=True)
-        changed = [name for name, each in pairs if id(each) in known and known[id(each)] != now(each)]
+        changed = [name for name, each in pairs if id(each) in versions and versions[id(each)] != now(each)]
         return names_of(changed) if changed else ""
 
     def _options_now(self) -> list[dict[str, Any]]:

@@ -19,9 +19,9 @@ from ebbtide.errors import TierError
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams.offloaded import Emptied, fill, refuse_reads, restore
 from ebbtide.torch_seams.readers import is_read_elsewhere
+from ebbtide.transfers.paths import Copy, TransferPath
 from ebbtide.transfers.slots import Slot, Space, region_bytes
 from ebbtide.transfers.traffic import Traffic
-from ebbtide.transfers.ways import Copy, Way
 
 __all__ = ["Batch"]
 
@@ -47,12 +47,12 @@ class Batch:
         TierError: if the tier has no room, or a copy failed. All tensors are as they were.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], way: Way, traffic: Traffic) -> None:
-        self._way, self._traffic = way, traffic
+    def __init__(self, tensors: list[torch.Tensor], path: TransferPath, traffic: Traffic) -> None:
+        self._way, self._traffic = path, traffic
         self._process = os.getpid()
-        slots = list(_slots(tensors, way.name))
-        self._region = region = way.region(region_bytes(slots)[way.name])
-        self._end = weakref.finalize(self, _give_back, way, region, self._process)
+        slots = list(_slots(tensors, path.name))
+        self._region = region = path.region(region_bytes(slots)[path.name])
+        self._end = weakref.finalize(self, _give_back, path, region, self._process)
         self._end.atexit = False
         self._members: list[_Member] = []
         self._copied = list(zip(slots, self._copies(tensors, slots), strict=True))
@@ -139,9 +139,9 @@ def _nothing() -> None:
     """After a copy there is nothing to do: whoever issued it waits for it."""
 
 
-def _give_back(way: Way, region: object, process: int) -> None:
+def _give_back(path: TransferPath, region: object, process: int) -> None:
     if os.getpid() == process:
-        way.give_back(region)
+        path.give_back(region)
 
 
 def _slots(tensors: list[torch.Tensor], tier: str) -> Iterator[Slot]:

@@ -21,8 +21,8 @@ from ebbtide.optimizer.offload.optimizer_offload import LEAST_BYTES, OptimizerOf
 from ebbtide.optimizer.state.future_bytes import future_state_sizes
 from ebbtide.planning.step_end import StepEnd
 from ebbtide.step.program import Program
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.traffic import Traffic
-from ebbtide.transfers.ways import Way
 from ebbtide.units import format_bytes
 
 __all__ = ["BudgetedOffload", "OffloadForecast", "forecast_offload", "offload_hint"]
@@ -38,10 +38,10 @@ class BudgetedOffload:
         way: the tier that its state moves to.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, way: Way) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, path: TransferPath) -> None:
         self._optimizer = optimizer
-        self._offload: OptimizerOffload = offload_of(optimizer, way)
-        self._known: tuple[object, int, int, int | None] = (None, 0, 0, 0)
+        self._offload: OptimizerOffload = offload_of(optimizer, path)
+        self._last: tuple[object, int, int, int | None] = (None, 0, 0, 0)
 
     def leave(self) -> None:
         """A training call begins.
@@ -75,17 +75,17 @@ class BudgetedOffload:
     def note(self) -> str:
         """For people: what is counted of it."""
         _, moving, taken = self._look()
-        return note_of(moving, taken, self._offload.way.name)
+        return note_of(moving, taken, self._offload.path.name)
 
     def _look(self) -> tuple[int, int, int | None]:
         offload = self._offload
         key = (_outline(self._optimizer), offload.moving_bytes)
-        if self._known[0] != key:
+        if self._last[0] != key:
             to_come = future_state_sizes(self._optimizer)
             staying = sum(size for size in to_come if not is_moved(size))
             moving = offload.moving_bytes + sum(filter(is_moved, to_come))
-            self._known = (key, staying, moving, step_bytes(self._optimizer))
-        return self._known[1:]
+            self._last = (key, staying, moving, step_bytes(self._optimizer))
+        return self._last[1:]
 
 
 def end_of_step(optimizer: torch.optim.Optimizer, moving_bytes: int, taken_bytes: int | None) -> StepEnd:
@@ -123,14 +123,14 @@ class OffloadForecast:
         to_come_bytes: of the state that there is not yet, what will stay.
         end: definition 2.
         note: for people.
-        stepping: for people too, what its step takes where no state is away.
+        step_word: for people too, what its step takes where no state is away.
     """
 
     staying: list[torch.Tensor]
     to_come_bytes: int
     end: StepEnd
     note: str
-    stepping: str = ""
+    step_word: str = ""
 
 
 def forecast_offload(

@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from ebbtide.errors import TierError
-from ebbtide.measurement.resident import kept_by, optimizers_in, stepping
+from ebbtide.measurement.resident import as_stepping, kept_by, optimizers_in
 from ebbtide.optimizer.offload.batch import Batch
+from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.offloaded import can_offload, is_offloaded, own_memory
 from ebbtide.torch_seams.optimizers import closure_in, first_of_step_pre_hooks, with_closure
-from ebbtide.torch_seams.stance import left_out_of_traces
+from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.traffic import Traffic
-from ebbtide.transfers.ways import Way
 
 __all__ = ["LEAST_BYTES", "OptimizerOffload", "is_moved", "offload_of"]
 
@@ -45,22 +45,22 @@ class OptimizerOffload:
 
     Args:
         optimizer: not kept alive.
-        way: the tier.
+        path: the tier.
 
     Attributes:
-        way: that state leaves by from now on. The model that is fitted last says.
+        path: that state leaves by from now on. The model that is fitted last says.
         traffic: what has moved since the state left last.
         users: models that it is for.
         moving_bytes: that were offloaded after :meth:`send`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, way: Way) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, path: TransferPath) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.way = way
+        self.path = path
         self._lock = threading.RLock()
         self._batches: list[Batch] = []
         self._left_once: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.traffic = Traffic(timed=way.always_timed)
+        self.traffic = Traffic(timed=path.always_timed)
         before_step = left_out_of_traces(self._before_step, "Ebbtide brings the state back here")
         self._hooks = [
             hook
@@ -96,13 +96,13 @@ class OptimizerOffload:
             each = state = None  # nothing but its container may hold what leaves
             if leaving:
                 self._left_once |= {id(each): weakref.ref(each) for each in leaving}
-                self.traffic = Traffic(timed=self.way.always_timed)
+                self.traffic = Traffic(timed=self.path.always_timed)
                 refusal = (
-                    f"state of {type(optimizer).__name__} that is on the {self.way.name} tier from the forward to "
+                    f"state of {type(optimizer).__name__} that is on the {self.path.name} tier from the forward to "
                     "optimizer.step() (offload_optimizer=True). Read it before the forward or after optimizer.step(); "
                     "optimizer.state_dict() brings it back first, and so does ebbtide.unfit(model)"
                 )
-                self._batches.append(Batch(leaving, self.way, self.traffic))
+                self._batches.append(Batch(leaving, self.path, self.traffic))
                 self._batches[-1].empty(leaving, refusal)
             self.moving_bytes = sum(each.offloaded_bytes() for each in self._batches)
 
@@ -206,13 +206,13 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 _offloads: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerOffload] = weakref.WeakKeyDictionary()
 
 
-def offload_of(optimizer: torch.optim.Optimizer, way: Way) -> OptimizerOffload:
+def offload_of(optimizer: torch.optim.Optimizer, path: TransferPath) -> OptimizerOffload:
     """The one of ``optimizer``, which models that share it share; each has to :meth:`~OptimizerOffload.end` it."""
-    optimizer = stepping(optimizer)
+    optimizer = as_stepping(optimizer)
     found = _offloads.get(optimizer)
     if found is None:
-        _offloads[optimizer] = found = OptimizerOffload(optimizer, way)
-    found.way = way
+        _offloads[optimizer] = found = OptimizerOffload(optimizer, path)
+    found.path = path
     found.users += 1
     return found
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ebbtide.errors import UsageError
-from ebbtide.measurement.resident import held_by, optimizers_in, stepping, storages_in, tensors_in
+from ebbtide.measurement.resident import as_stepping, held_by, optimizers_in, storages_in, tensors_in
 from ebbtide.optimizer.state.combined import parts_of
 from ebbtide.optimizer.state.options import options_of
 from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
@@ -44,7 +44,7 @@ def future_state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     Raises:
         UsageError: as :func:`future_state_bytes`.
     """
-    return [size for each in parts_of(optimizer) for size in _future_sizes(stepping(each))]
+    return [size for each in parts_of(optimizer) for size in _future_sizes(as_stepping(each))]
 
 
 def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -147,8 +147,10 @@ def _state_after(
     return [each for each in kept if id(each) not in given]
 
 
-def _scaled_bytes(state: torch.Tensor, shape: tuple[int, ...], like: torch.nn.Parameter, known: dict[int, int]) -> int:
+def _scaled_bytes(
+    state: torch.Tensor, shape: tuple[int, ...], like: torch.nn.Parameter, state_bytes: dict[int, int]
+) -> int:
     """Bytes of what ``state``, of a parameter of ``shape``, is for one like ``like``."""
     if state.numel() == math.prod(shape):
         return like.numel() * state.element_size()
-    return math.prod(known.get(size, size) for size in state.shape) * state.element_size()
+    return math.prod(state_bytes.get(size, size) for size in state.shape) * state.element_size()

@@ -81,7 +81,7 @@ def floor_parts(program: Program) -> Floor:
     elif op == program.boundary:
         moments = ("boundary", "op")
     for moment in moments:
-        parts = _held(program, op, moment) + (_of_the_op(program, op) if moment == "op" else [])
+        parts = _held_parts(program, op, moment) + (_of_the_op(program, op) if moment == "op" else [])
         if sum(each.bytes for each in parts) == total:
             return Floor(total, op, moment, tuple(each for each in parts if each.bytes))
     raise AssertionError(f"the parts of the floor of {program.name} at op {op} do not add up to {total} bytes")
@@ -91,7 +91,7 @@ def _part(program: Program, part: Part, buffers: set[int]) -> FloorPart:
     return FloorPart(part, sum(program.buffers[b].bytes for b in buffers), tuple(sorted(buffers)))
 
 
-def _held(program: Program, t: int, moment: str) -> list[FloorPart]:
+def _held_parts(program: Program, t: int, moment: str) -> list[FloorPart]:
     """Bytes that no schedule can be without at ``t``, an op, the boundary or the end (clauses 1 and 3)."""
     late = t >= program.boundary
 

@@ -71,7 +71,7 @@ def paths_of(program: Program) -> Iterator[Path]:
         if not states or seconds < LEAST_SHARE * first_seconds:
             return
         first_seconds = first_seconds or seconds
-        path = _asked(program, turn, states)
+        path = _path(program, turn, states)
         if path.steps:
             yield path
         least_bytes = 2 * max(min(program.buffers[b].bytes for b in states), 1)
@@ -120,7 +120,7 @@ def _longest(program: Program, turn: int, least_bytes: int) -> list[int]:
     return states[::-1]
 
 
-def _asked(program: Program, turn: int, states: list[int]) -> Path:
+def _path(program: Program, turn: int, states: list[int]) -> Path:
     """The steps of a path (definitions 2 and 3), by the longest sequence of last readers that never ascends."""
     asked = [max((t for t in program.readers[b] if t >= turn), default=-1) for b in states]
     # Patience sorting from the highest state down, where the ops that ask must not descend.

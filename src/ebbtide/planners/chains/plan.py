@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ebbtide.planners.chains.bound import cost_of_steps, path_bounds
 from ebbtide.planners.chains.find import Path
 from ebbtide.planners.chains.table import NO_PLAN, PathTable, Steps, finest
-from ebbtide.planners.search.greedy import PROVEN, Found, start_from
+from ebbtide.planners.search.greedy import PROVEN, Incumbent, start_from
 from ebbtide.planners.search.jit import Ints
 from ebbtide.planners.search.reruns_from_kept import Residents, reruns_for_residents
 from ebbtide.step.program import Program
@@ -29,23 +29,25 @@ from ebbtide.step.program import Program
 __all__ = ["path_reruns", "start_from_paths"]
 
 
-def start_from_paths(found: Found) -> None:
-    """Offer the plans of the paths of a chain, repaired, and raise the bound of ``found`` to what they prove."""
-    problem = found.problem
-    found.tell("chains")
+def start_from_paths(incumbent: Incumbent) -> None:
+    """Offer the plans of the paths of a chain, repaired, and raise the bound of ``incumbent`` to what they prove."""
+    problem = incumbent.problem
+    incumbent.tell("chains")
     tried: list[list[tuple[int, int]]] = []
     for each in path_bounds(problem.program, problem.above_budget_bytes):
-        found.bound = max(found.bound or 0.0, each.bound)
-        if problem.interrupt or each.infeasible or found.overhead <= found.bound + PROVEN:
+        incumbent.bound = max(incumbent.bound or 0.0, each.bound)
+        if problem.interrupt or each.infeasible or incumbent.overhead <= incumbent.bound + PROVEN:
             return
         reruns = path_reruns(problem.program, problem.above_budget_bytes, each.path) if each.bound > 0 else None
         if reruns is None or reruns in tried:
             continue
         tried.append(reruns)
-        found.state.load(reruns)
-        if not found.offer() or found.overhead > found.bound + PROVEN:  # where it is optimal, there is nothing to mend
-            start_from(found, reruns)
-        found.tell("chains")
+        incumbent.state.load(reruns)
+        if (
+            not incumbent.offer() or incumbent.overhead > incumbent.bound + PROVEN
+        ):  # where it is optimal, there is nothing to mend
+            start_from(incumbent, reruns)
+        incumbent.tell("chains")
 
 
 def path_reruns(program: Program, budget: int, path: Path) -> list[tuple[int, int]] | None:

@@ -44,7 +44,7 @@ CLOSE = 1e-3  # the gap at which all but moving alone ends
 NEAREST = 2e-4  # the gap to which temperatures lead
 
 
-class _Found:
+class _Incumbent:
     """The best choices found so far for one problem, over one state."""
 
     def __init__(self, problem: Problem) -> None:
@@ -130,7 +130,7 @@ def hybrid(problem: Problem, recompute: Answer) -> Answer:
     bound_class = tiers_order(tuple(problem.links))
     if recompute.schedule is not None and overhead_of(problem.program, recompute.schedule) <= PROVEN:
         return replace(recompute, bound_class=bound_class)
-    found = _Found(problem)
+    found = _Incumbent(problem)
     effort = round(problem.effort * min(1.0, FULL_EFFORT_OPS / len(problem.program.ops)))
     infeasible = _start(found, recompute, effort)
     if len(problem.program.ops) >= LARGE_OPS:
@@ -148,103 +148,105 @@ def moves_alone(problem: Problem) -> Schedule | None:
     return found.state.to_schedule()
 
 
-def _moves_alone(problem: Problem) -> _Found:
+def _moves_alone(problem: Problem) -> _Incumbent:
     """Search among plans that only move, whatever else is known: no answer may be slower than these."""
-    found = _Found(problem)
+    found = _Incumbent(problem)
     found.start_from(Choice(), moves_only=True)
     if found.overhead <= PROMISING:
         found.anneal(found.best[0][1], problem.effort // ALONE, problem.seed, moves_only=True)
     return found
 
 
-def _start(found: _Found, recompute: Answer, effort: int) -> bool:
+def _start(incumbent: _Incumbent, recompute: Answer, effort: int) -> bool:
     """All start points; whether the budget is proven infeasible."""
-    problem = found.problem
+    problem = incumbent.problem
     seeds = [] if recompute.schedule is None else [recompute.schedule]
     for schedule in (*seeds, *problem.seeds):
         if (choice := choice_of(problem.program, schedule)) is not None:
-            found.start_from(choice)
+            incumbent.start_from(choice)
     infeasible = False
-    found.tell("cut relaxation with lanes")
+    incumbent.tell("cut relaxation with lanes")
     rounds = lane_bounds(
         problem.program,
         problem.above_budget_bytes,
         problem.links,
         problem.interrupt,
         work=WORK * problem.effort // (LANES_SHARE * DEFAULT_EFFORT),
-        enough=lambda: found.overhead - CLOSE,
+        enough=lambda: incumbent.overhead - CLOSE,
     )
     for turn, each in enumerate(rounds):
-        found.bound, infeasible = max(found.bound, each.bound), each.infeasible
+        incumbent.bound, infeasible = max(incumbent.bound, each.bound), each.infeasible
         if each.choice is not None:
-            found.start_from(each.choice)
-        if turn == 0 and found.best:
-            found.rounded = found.best[0][1]
-        if turn == 0 and found.best and found.overhead - found.bound > CLOSE:  # whole numbers take the solver long
-            found.anneal(found.best[0][1], effort // FIRST, problem.seed)
-        found.tell("cut relaxation with lanes")
-    if infeasible or problem.interrupt or found.overhead <= found.bound + PROVEN:
+            incumbent.start_from(each.choice)
+        if turn == 0 and incumbent.best:
+            incumbent.rounded = incumbent.best[0][1]
+        if (
+            turn == 0 and incumbent.best and incumbent.overhead - incumbent.bound > CLOSE
+        ):  # whole numbers take the solver long
+            incumbent.anneal(incumbent.best[0][1], effort // FIRST, problem.seed)
+        incumbent.tell("cut relaxation with lanes")
+    if infeasible or problem.interrupt or incumbent.overhead <= incumbent.bound + PROVEN:
         return infeasible
-    found.tell("moving alone")
-    found.best = sorted([*found.best, *_moves_alone(problem).best], key=lambda each: each[0])
-    if found.overhead - found.bound > CLOSE:
-        found.tell("greedy")
-        found.start_from(Choice())
-    if not found.best and not problem.interrupt:
-        found.tell("looking for the smallest workable budget")
+    incumbent.tell("moving alone")
+    incumbent.best = sorted([*incumbent.best, *_moves_alone(problem).best], key=lambda each: each[0])
+    if incumbent.overhead - incumbent.bound > CLOSE:
+        incumbent.tell("greedy")
+        incumbent.start_from(Choice())
+    if not incumbent.best and not problem.interrupt:
+        incumbent.tell("looking for the smallest workable budget")
         smallest, schedule = smallest_of(problem.program, interrupt=problem.interrupt, links=problem.links)
         choice = choice_of(problem.program, schedule)
         if smallest <= problem.above_budget_bytes and choice is not None:
-            found.start_from(choice)
+            incumbent.start_from(choice)
     return False
 
 
-def _start_slower(found: _Found) -> None:
+def _start_slower(incumbent: _Incumbent) -> None:
     """Start from what the relaxation with slower lanes rounds to (start 5)."""
-    problem = found.problem
+    problem = incumbent.problem
     for share in SLOWER:
-        if not found.best or found.overhead - found.bound <= CLOSE or problem.interrupt:
+        if not incumbent.best or incumbent.overhead - incumbent.bound <= CLOSE or problem.interrupt:
             return
-        found.tell("cut relaxation with slower lanes")
+        incumbent.tell("cut relaxation with slower lanes")
         rounds = lane_bounds(
             problem.program,
             problem.above_budget_bytes,
             {tier: link.slowed(share) for tier, link in problem.links.items()},
             problem.interrupt,
             work=WORK * problem.effort // DEFAULT_EFFORT,
-            enough=lambda: found.overhead - CLOSE,
+            enough=lambda: incumbent.overhead - CLOSE,
         )
         for each in rounds:
             if each.choice is not None:
-                found.start_from(each.choice)
+                incumbent.start_from(each.choice)
 
 
-def _anneal(found: _Found, effort: int) -> None:
+def _anneal(incumbent: _Incumbent, effort: int) -> None:
     """Anneal in rounds until the bound is near: the best, then what was rounded to, twice, and so on.
 
     What has been annealed lies in a valley; another way down from the start leads to another one.
     """
     for turn in range(ROUNDS):
-        if not found.best or found.problem.interrupt or found.overhead - found.bound <= CLOSE:
+        if not incumbent.best or incumbent.problem.interrupt or incumbent.overhead - incumbent.bound <= CLOSE:
             return
-        found.tell("local search")
-        start = found.rounded if turn % AGAIN and found.rounded is not None else found.best[0][1]
-        found.anneal(start, effort // TURN, found.problem.seed + AHEAD + turn)
+        incumbent.tell("local search")
+        start = incumbent.rounded if turn % AGAIN and incumbent.rounded is not None else incumbent.best[0][1]
+        incumbent.anneal(start, effort // TURN, incumbent.problem.seed + AHEAD + turn)
 
 
-def _answer(found: _Found, recompute: Answer, bound_class: str, *, infeasible: bool, effort: int) -> Answer:
+def _answer(incumbent: _Incumbent, recompute: Answer, bound_class: str, *, infeasible: bool, effort: int) -> Answer:
     """The best of all, after simulator and legality checker have agreed to it."""
-    problem, program = found.problem, found.problem.program
+    problem, program = incumbent.problem, incumbent.problem.program
     notes = {**recompute.notes, "hybrid_moves": str(effort)}
     schedules = [] if recompute.schedule is None else [recompute.schedule]
-    for _, choice in found.best[:2]:
-        found.state.load_choice(choice)
-        schedules.append(found.state.to_schedule())
+    for _, choice in incumbent.best[:2]:
+        incumbent.state.load_choice(choice)
+        schedules.append(incumbent.state.to_schedule())
     ended = Status.TIME_LIMIT if problem.interrupt else Status.FEASIBLE
     if not schedules:
         status = Status.INFEASIBLE if infeasible or not problem.interrupt else Status.TIME_LIMIT
-        return Answer(status, None, bound=found.bound, bound_class=bound_class, notes=notes)
+        return Answer(status, None, bound=incumbent.bound, bound_class=bound_class, notes=notes)
     overhead, best = min(((overhead_of(program, s, problem.machine), i) for i, s in enumerate(schedules)))
     assert_within(problem, schedules[best])
-    status = Status.OPTIMAL if overhead <= found.bound + PROVEN else ended
-    return Answer(status, schedules[best], bound=found.bound, bound_class=bound_class, notes=notes)
+    status = Status.OPTIMAL if overhead <= incumbent.bound + PROVEN else ended
+    return Answer(status, schedules[best], bound=incumbent.bound, bound_class=bound_class, notes=notes)

@@ -114,15 +114,15 @@ class SpanModel(LaneModel):
         held += [(c, float(program.buffers[b].bytes)) for b, c in self.keep[j].items()]
         return self._within("states", held, left)
 
-    def _within(self, block: str, terms: Terms, left: float) -> bool:
+    def _within(self, block: str, terms: Terms, budget_left: float) -> bool:
         """A row of bytes; false if nothing can be within it."""
-        if left < 0:
+        if budget_left < 0:
             return False
-        unit = max(left, 1.0)
+        unit = max(budget_left, 1.0)
         merged: dict[int, float] = {}
         for column, value in terms:
             merged[column] = merged.get(column, 0.0) + value / unit
-        self._row(block, [each for each in merged.items() if each[1]], -math.inf, left / unit + ROOM)
+        self._row(block, [each for each in merged.items() if each[1]], -math.inf, budget_left / unit + ROOM)
         return True
 
     def _left(self, j: int, *, before: bool = False) -> float:

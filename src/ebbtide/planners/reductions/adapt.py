@@ -17,7 +17,7 @@ from ebbtide.planners.auto import FULL_EFFORT_OPS
 from ebbtide.planners.base import PROGRAM_ORDER, Answer, Problem, Status
 from ebbtide.planners.bounds.cut_bound import quick_bound
 from ebbtide.planners.keep_all import keep_all
-from ebbtide.planners.search.greedy import Found, checked, seeds_of, start_from
+from ebbtide.planners.search.greedy import Incumbent, checked, seeds_of, start_from
 
 __all__ = ["adapted_to", "gap_of"]
 
@@ -35,7 +35,7 @@ def adapted_to(problem: Problem, most_gap: float) -> Answer | None:
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
         return kept
     problem = replace(problem, effort=max(problem.effort // EFFORT_SHARE, 1))
-    found = Found(problem)
+    found = Incumbent(problem)
     quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
     if quick.infeasible:
         return None
@@ -53,5 +53,5 @@ def adapted_to(problem: Problem, most_gap: float) -> Answer | None:
 
 def gap_of(problem: Problem, overhead: float) -> float:
     """The distance of a plan's overhead to the quick bound: how far from it a good plan of this structure may be."""
-    state = Found(problem).state
+    state = Incumbent(problem).state
     return max(overhead - quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, state).bound, 0.0)

@@ -278,7 +278,10 @@ def _op(program: Program, group: Sequence[int], outer: Sequence[int]) -> Op:
 
 def _peak(program: Program, group: Sequence[int], stays: set[int], *, rerun: bool = False) -> int:
     """The most bytes that the members take beyond the group's inputs, with ``stays`` held to its end."""
-    last = {x: max((r for r in program.readers[x] if r <= group[-1]), default=-1) for x in _made(program, group, rerun)}
+    last = {
+        x: max((r for r in program.readers[x] if r <= group[-1]), default=-1)
+        for x in _coarse_ops(program, group, rerun)
+    }
     held = program.pinned.union(program.mutations) if rerun else frozenset[int]()
     live = peak = 0
     for o in group:
@@ -289,5 +292,5 @@ def _peak(program: Program, group: Sequence[int], stays: set[int], *, rerun: boo
     return peak
 
 
-def _made(program: Program, group: Sequence[int], rerun: bool) -> list[int]:
+def _coarse_ops(program: Program, group: Sequence[int], rerun: bool) -> list[int]:
     return [x for o in group for x in (program.made_by_rerun(o) if rerun else program.ops[o].outputs)]

@@ -14,7 +14,7 @@ from ebbtide.planners.base import Problem, silent
 from ebbtide.planners.bounds.cut_basis import Start
 from ebbtide.planners.bounds.cut_bound import quick_bound
 from ebbtide.planners.reductions.proxy import Proxy
-from ebbtide.planners.search.greedy import Found, Reruns, start_from
+from ebbtide.planners.search.greedy import Incumbent, Reruns, start_from
 from ebbtide.planners.search.interval_state import IntervalState
 from ebbtide.step.schedule import Schedule
 
@@ -25,28 +25,28 @@ ASKED = 3  # times at most
 REPAIRED = 1e7  # share of the budget times ops squared: an excess that is repaired in about a tenth of a second
 
 
-def start_quickly(found: Found, small: Proxy) -> None:
+def start_quickly(incumbent: Incumbent, small: Proxy) -> None:
     """Start from quick plans of a proxy program, unless what is carried is far from fitting."""
-    problem, excess = found.problem, 0
+    problem, excess = incumbent.problem, 0
     least = REPAIRED * problem.above_budget_bytes / len(problem.program.ops) ** 2
     for _ in range(ASKED):
-        carried = _carried(found, small, quick_plan, excess)
-        more = min((_peak(found, reruns) for reruns in carried), default=0) - problem.above_budget_bytes
+        carried = _carried(incumbent, small, quick_plan, excess)
+        more = min((_peak(incumbent, reruns) for reruns in carried), default=0) - problem.above_budget_bytes
         if not carried or more <= least or problem.interrupt:
-            _start(found, carried)
+            _start(incumbent, carried)
             return
         excess += more
 
 
-def start_from_proxy(found: Found, small: Proxy, plan: Plan) -> None:
+def start_from_proxy(incumbent: Incumbent, small: Proxy, plan: Plan) -> None:
     """Start from the plan of a proxy program, repaired however long that takes.
 
     Args:
-        found: of the large program.
+        incumbent: of the large program.
         small: its proxy program.
         plan: how to plan the proxy program.
     """
-    _start(found, _carried(found, small, plan, 0))
+    _start(incumbent, _carried(incumbent, small, plan, 0))
 
 
 def linear_start(problem: Problem, small: Proxy) -> Start | None:
@@ -56,23 +56,23 @@ def linear_start(problem: Problem, small: Proxy) -> Start | None:
     return None if basis is None else Start(basis, small.isomorphic_ops())
 
 
-def _carried(found: Found, small: Proxy, plan: Plan, excess: int) -> list[Reruns]:
+def _carried(incumbent: Incumbent, small: Proxy, plan: Plan, excess: int) -> list[Reruns]:
     """Reruns from a plan of the proxy program, for so many bytes less than the budget of the large program."""
-    tighter = found.problem.above_budget_bytes - excess
-    reduced = small.reduce(replace(found.problem, above_budget_bytes=tighter, progress=silent))
+    tighter = incumbent.problem.above_budget_bytes - excess
+    reduced = small.reduce(replace(incumbent.problem, above_budget_bytes=tighter, progress=silent))
     schedule = plan(reduced.problem)
     return [] if schedule is None else list(reduced.lift(schedule))
 
 
-def _start(found: Found, carried: list[Reruns]) -> None:
+def _start(incumbent: Incumbent, carried: list[Reruns]) -> None:
     for index, reruns in enumerate(carried):
         if reruns not in carried[:index]:
-            start_from(found, reruns)
+            start_from(incumbent, reruns)
 
 
 def quick_plan(problem: Problem) -> Schedule | None:
     """A plan in hundredths of a second: the linear relaxation of one cut and the unplanned step, repaired."""
-    found = Found(problem)
+    found = Incumbent(problem)
     quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
     for reruns in ([], quick.reruns):
         if reruns is not None:
@@ -83,6 +83,6 @@ def quick_plan(problem: Problem) -> Schedule | None:
     return found.state.to_schedule()
 
 
-def _peak(found: Found, reruns: Reruns) -> int:
-    found.state.load(reruns)
-    return found.state.peak_bytes
+def _peak(incumbent: Incumbent, reruns: Reruns) -> int:
+    incumbent.state.load(reruns)
+    return incumbent.state.peak_bytes

@@ -11,7 +11,7 @@ order) than the one that bounds of the portfolio hold for.
 from __future__ import annotations
 
 from ebbtide.planners.bounds.stage_model import StageModel
-from ebbtide.planners.search.greedy import Found, start_from
+from ebbtide.planners.search.greedy import Incumbent, start_from
 from ebbtide.planners.solvers.highs import solve
 
 __all__ = ["start_from_model"]
@@ -21,15 +21,15 @@ LEAST_ROWS = 3_000  # smaller models take as long each time the solver asks
 GAP = 1e-5  # relative, at which the solver stops
 
 
-def start_from_model(found: Found, work: int) -> None:
+def start_from_model(incumbent: Incumbent, work: int) -> None:
     """Solve the stage model within ``work`` (units as in ``cut_bound``), and start from its solution.
 
     Nothing is done for programs that are too large.
     """
-    problem = found.problem
+    problem = incumbent.problem
     if len(problem.program.ops) > OPS or work <= 0:
         return
-    found.tell("exact model")
+    incumbent.tell("exact model")
     stages = StageModel(problem.program, problem.above_budget_bytes, interrupt=problem.interrupt)
     rows = stages.model.rows
     if stages.hopeless or stages.unfinished or rows > ROWS:
@@ -37,9 +37,9 @@ def start_from_model(found: Found, work: int) -> None:
     solved = solve(
         stages.model,
         problem.interrupt,
-        start=None if found.reruns is None else stages.start(found.reruns),
+        start=None if incumbent.reruns is None else stages.start(incumbent.reruns),
         options={"mip_rel_gap": GAP},
         most_checks=work // max(rows, LEAST_ROWS),
     )
     if solved.values is not None:
-        start_from(found, stages.reruns(solved.values))
+        start_from(incumbent, stages.reruns(solved.values))

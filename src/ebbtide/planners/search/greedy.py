@@ -16,7 +16,7 @@ from ebbtide.step.legality import check
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import simulate
 
-__all__ = ["Found", "checked", "greedy", "start_from"]
+__all__ = ["Incumbent", "checked", "greedy", "start_from"]
 
 Reruns = list[tuple[int, int]]
 PROVEN = 1e-6  # distance to the bound at which a plan counts as optimal: the solver's own tolerance
@@ -28,7 +28,7 @@ KEPT_OPS = 200  # programs of up to so many keep all start points that fit
 SHARES = (0.0, 0.6)  # of the bytes gained: small inputs held through the peak; both, because neither always wins
 
 
-class Found:
+class Incumbent:
     """The best reruns found so far for one problem, over one interval state."""
 
     def __init__(self, problem: Problem) -> None:
@@ -51,7 +51,7 @@ class Found:
             self.reruns, self.overhead = self.state.reruns, self.state.overhead
         return True
 
-    def take(self, other: Found) -> None:
+    def take(self, other: Incumbent) -> None:
         """Keep what another search of the same problem found if it is the best."""
         if other.overhead < self.overhead:
             self.reruns, self.overhead = other.reruns, other.overhead
@@ -89,38 +89,38 @@ class Found:
         self.offer()
 
 
-def start_from(found: Found, reruns: Reruns) -> bool:
+def start_from(incumbent: Incumbent, reruns: Reruns) -> bool:
     """Repair a start point to the budget and clean it up, in each way there is; whether one fits."""
-    budget, interrupt = found.problem.above_budget_bytes, found.problem.interrupt
+    budget, interrupt = incumbent.problem.above_budget_bytes, incumbent.problem.interrupt
     fits = False
     for share in SHARES:
-        found.state.load(reruns)
-        found.begin_phase(START_RUNS_PER_MOVE)
-        repaired = found.state.peak_bytes > budget
+        incumbent.state.load(reruns)
+        incumbent.begin_phase(START_RUNS_PER_MOVE)
+        repaired = incumbent.state.peak_bytes > budget
         if repaired:
-            local_search.repair(found.state, budget, interrupt, share=share)
-        if found.state.peak_bytes <= budget:
-            local_search.clean_up(found.state, budget)
-            fits = found.offer() or fits
-            if len(found.problem.program.ops) <= KEPT_OPS:
-                found.starts.append((found.state.overhead, found.state.reruns))
-        if not repaired and found.state.stages > LARGE_OPS:
+            local_search.repair(incumbent.state, budget, interrupt, share=share)
+        if incumbent.state.peak_bytes <= budget:
+            local_search.clean_up(incumbent.state, budget)
+            fits = incumbent.offer() or fits
+            if len(incumbent.problem.program.ops) <= KEPT_OPS:
+                incumbent.starts.append((incumbent.state.overhead, incumbent.state.reruns))
+        if not repaired and incumbent.state.stages > LARGE_OPS:
             break  # there was nothing to repair in another way, and cleaning up takes long
     return fits
 
 
-def checked(problem: Problem, found: Found, notes: dict[str, str], bound_class: str = "") -> Answer:
+def checked(problem: Problem, incumbent: Incumbent, notes: dict[str, str], bound_class: str = "") -> Answer:
     """The answer for what was found, after simulator and legality checker have agreed to it."""
-    if found.reruns is None:
+    if incumbent.reruns is None:
         status = Status.TIME_LIMIT if problem.interrupt else Status.INFEASIBLE
-        return Answer(status, None, bound=found.bound, bound_class=bound_class, notes=notes)
-    found.state.load(found.reruns)
-    schedule = found.state.to_schedule()
+        return Answer(status, None, bound=incumbent.bound, bound_class=bound_class, notes=notes)
+    incumbent.state.load(incumbent.reruns)
+    schedule = incumbent.state.to_schedule()
     assert_within(problem, schedule)
     status = Status.TIME_LIMIT if problem.interrupt else Status.FEASIBLE
-    if found.overhead <= (found.bound if found.bound is not None else 0.0) + PROVEN:
+    if incumbent.overhead <= (incumbent.bound if incumbent.bound is not None else 0.0) + PROVEN:
         status = Status.OPTIMAL
-    return Answer(status, schedule, bound=found.bound, bound_class=bound_class, notes=notes)
+    return Answer(status, schedule, bound=incumbent.bound, bound_class=bound_class, notes=notes)
 
 
 def assert_within(problem: Problem, schedule: Schedule) -> None:
@@ -140,7 +140,7 @@ def seeds_of(problem: Problem, extra: Sequence[Schedule] = ()) -> list[Reruns]:
 @planner("greedy")
 def greedy(problem: Problem) -> Answer:
     """Greedy eviction, clean-up and annealing within the effort."""
-    found = Found(problem)
+    found = Incumbent(problem)
     found.tell("greedy")
     for reruns in ([], *seeds_of(problem)):
         start_from(found, reruns)

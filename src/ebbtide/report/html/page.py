@@ -44,7 +44,7 @@ def write_page(page: Page, stream: TextIO) -> None:
         "ORIGINS": _definitions(_origins(plan.provenance)),
         "FOOTER": escape(f"Written by Ebbtide {__version__}. This file is the whole report; it loads nothing."),
     }
-    stream.write(_PLACE.sub(lambda found: parts[found[1]], _asset("page.html")))
+    stream.write(_PLACE.sub(lambda findings: parts[findings[1]], _asset("page.html")))
 
 
 def save_page(page: Page, path: Path) -> None:

@@ -49,7 +49,7 @@ def advise(program: Program, floor: Floor, resident_bytes: int, optimizer: str =
     found = [
         *_of_the_op(program, floor),
         *_gradients(program, floor),
-        *_kept(floor),
+        *_about_kept(floor),
         *_resident(floor, resident_bytes, optimizer),
     ]
     return tuple(sorted(found, key=lambda each: (-each.bytes, each.rule)))
@@ -108,7 +108,7 @@ def _gradients(program: Program, floor: Floor) -> Iterable[Advice]:
         )
 
 
-def _kept(floor: Floor) -> Iterable[Advice]:
+def _about_kept(floor: Floor) -> Iterable[Advice]:
     """What is held whatever the plan, besides gradients."""
     tangents, outputs = floor.of(Part.TANGENTS), floor.of(Part.OUTPUTS)
     if tangents > SCALAR_BYTES * max(len(floor.buffers_of(Part.TANGENTS)), 1):

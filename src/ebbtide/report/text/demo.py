@@ -81,7 +81,7 @@ class DemoRecord:
         }
 
     @property
-    def kept(self) -> bool:
+    def within_budget(self) -> bool:
         """Whether all promises were kept."""
         return all(self.promises.values())
 

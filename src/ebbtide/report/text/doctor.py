@@ -17,26 +17,26 @@ _ONLY_IF_FOUND = ("rerun as", "early")
 _PLACES = 3  # of one group of ops; the others are counted
 
 
-def write_findings(found: Findings, stream: TextIO) -> None:
-    """Write ``found`` to ``stream``."""
+def write_findings(findings: Findings, stream: TextIO) -> None:
+    """Write ``findings`` to ``stream``."""
     for block in (
-        _facts(found),
-        _largest(found),
-        _peak(found),
-        _kinds(found),
-        _layers(found),
-        _floor(found),
-        _rewrites(found),
-        _advice(found),
+        _facts(findings),
+        _largest(findings),
+        _peak(findings),
+        _kinds(findings),
+        _layers(findings),
+        _floor(findings),
+        _rewrites(findings),
+        _advice(findings),
     ):
         if block:
             print("\n".join(block), file=stream)
 
 
-def write_break(case: str, found: Break, stream: TextIO) -> None:
+def write_break(case: str, brk: Break, stream: TextIO) -> None:
     """Write to ``stream`` why ``case`` is not one program."""
     print(f"doctor for {case}: the step is not one graph, so it cannot be planned", file=stream)
-    for key, text in (("line", found.source), ("break", found.reason), ("to do", found.remedy)):
+    for key, text in (("line", brk.source), ("break", brk.reason), ("to do", brk.remedy)):
         if text:
             print(_fact(key, text), file=stream)
 
@@ -45,39 +45,41 @@ def _fact(key: str, text: str) -> str:
     return f"  {key:<9}  {text}"
 
 
-def _facts(found: Findings) -> list[str]:
-    peak = found.baseline_peak_bytes
-    backward = found.ops - found.forward_ops
+def _facts(findings: Findings) -> list[str]:
+    peak = findings.baseline_peak_bytes
+    backward = findings.ops - findings.forward_ops
     lines = [
-        f"doctor for {found.case}: the step is one graph",
+        f"doctor for {findings.case}: the step is one graph",
         _fact(
             "step",
-            f"{format_count(found.ops, 'op')} ({found.forward_ops} forward, {backward} backward), "
-            f"{format_count(found.buffers, 'buffer')}",
+            f"{format_count(findings.ops, 'op')} ({findings.forward_ops} forward, {backward} backward), "
+            f"{format_count(findings.buffers, 'buffer')}",
         ),
         _fact(
             "peak",
-            f"{format_bytes(peak)} unplanned: {format_bytes(found.resident_bytes)} resident, "
-            f"{format_bytes(peak - found.resident_bytes)} above",
+            f"{format_bytes(peak)} unplanned: {format_bytes(findings.resident_bytes)} resident, "
+            f"{format_bytes(peak - findings.resident_bytes)} above",
         ),
-        *_resident(found),
+        *_resident(findings),
         _fact(
             "smallest",
-            f"{_with_share(found, found.smallest_bytes)}: the least budget for which a plan was found",
+            f"{_with_share(findings, findings.smallest_bytes)}: the least budget for which a plan was found",
         ),
         _fact(
             "floor",
-            f"{_with_share(found, found.floor_bytes)}: no plan with {AS_CAPTURED} has a budget below; "
-            f"pinned by {found.floor.at}",
+            f"{_with_share(findings, findings.floor_bytes)}: no plan with {AS_CAPTURED} has a budget below; "
+            f"pinned by {findings.floor.at}",
         ),
     ]
-    if found.budget_bytes is not None:
-        verdict = "too small" if found.overhead is None else f"workable at {format_percent(found.overhead)} more time"
-        share = format_percent(found.budget_bytes / peak if peak else 0.0)
-        lines.append(_fact("budget", f"{format_allowed(found.budget_bytes)}, {share} of the peak: {verdict}"))
-        lines += [_fact("rewritten", each) for each in found.rewritten]
-    lines += _little(found)
-    source = found.provenance
+    if findings.budget_bytes is not None:
+        verdict = (
+            "too small" if findings.overhead is None else f"workable at {format_percent(findings.overhead)} more time"
+        )
+        share = format_percent(findings.budget_bytes / peak if peak else 0.0)
+        lines.append(_fact("budget", f"{format_allowed(findings.budget_bytes)}, {share} of the peak: {verdict}"))
+        lines += [_fact("rewritten", each) for each in findings.rewritten]
+    lines += _little(findings)
+    source = findings.provenance
     lines.append(_fact("counted", counted_of(source)))
     if source.offloaded:
         lines.append(_fact("offloaded", source.offloaded))
@@ -85,51 +87,53 @@ def _facts(found: Findings) -> list[str]:
         lines.append(_fact("costs", f"{source.costs.value} for {source.machine or 'this machine'}"))
     if source.memory_bytes is not None:
         lines.append(_fact("memory", f"unplanned: {room_of(source, peak)}"))
-        lines.append(_fact("", f"smallest: {room_of(source, found.smallest_bytes)}"))
+        lines.append(_fact("", f"smallest: {room_of(source, findings.smallest_bytes)}"))
     lines += [_fact(key, text) for key, text in origins_of(source)]
     for key, groups, text in (
-        ("random", found.random, "{bytes} of generator state, so that reruns draw the same numbers"),
-        ("run once", found.single_run, "{bytes} kept until their last reader, since {note}"),
-        ("opaque", found.opaque, "{bytes} made; each is planned as a whole"),
-        ("mutations", found.mutations, "{bytes} copied into parameters and inputs at the boundary"),
-        ("rerun as", found.rerun_forms, "{note}, which leaves out what goes to parameters and inputs"),
-        ("early", found.reads_mutated, "read an input that the boundary changes, so run before it only"),
+        ("random", findings.random, "{bytes} of generator state, so that reruns draw the same numbers"),
+        ("run once", findings.single_run, "{bytes} kept until their last reader, since {note}"),
+        ("opaque", findings.opaque, "{bytes} made; each is planned as a whole"),
+        ("mutations", findings.mutations, "{bytes} copied into parameters and inputs at the boundary"),
+        ("rerun as", findings.rerun_forms, "{note}, which leaves out what goes to parameters and inputs"),
+        ("early", findings.reads_mutated, "read an input that the boundary changes, so run before it only"),
     ):
         if groups or key not in _ONLY_IF_FOUND:
             lines += _groups_of_ops(key, groups, text)
-    if found.loss_outside:
-        tangent = format_bytes(found.tangent_bytes)
+    if findings.loss_outside:
+        tangent = format_bytes(findings.tangent_bytes)
         lines.append(_fact("loss", f"outside the model: the backward starts from {tangent}; the loss is not counted"))
-    elif found.tangent_bytes:
+    elif findings.tangent_bytes:
         lines.append(_fact("loss", "inside the step: the backward starts from scalars"))
     return lines
 
 
-def _resident(found: Findings) -> list[str]:
+def _resident(findings: Findings) -> list[str]:
     """What every budget holds before the step."""
-    if not found.resident_parts:
+    if not findings.resident_parts:
         return []
-    return [_fact("resident", f"whatever the plan: {parts_in_words(found.resident_parts)}")]
+    return [_fact("resident", f"whatever the plan: {parts_in_words(findings.resident_parts)}")]
 
 
-def _little(found: Findings) -> list[str]:
+def _little(findings: Findings) -> list[str]:
     """That planning gains next to nothing, and why, where that is so."""
-    if not found.is_small:
+    if not findings.is_small:
         return []
-    peak = found.baseline_peak_bytes
-    kept = parts_of({"resident": found.resident_bytes}, found.resident_bytes, found.reserve_bytes)
-    floor = {f"of {words}" if words.startswith("what") else words: size for words, size in found.floor.parts.items()}
-    most = f"{format_bytes(found.gain_bytes)} at most, {format_percent(found.gain_bytes / peak if peak else 0.0)}"
+    peak = findings.baseline_peak_bytes
+    kept = parts_of({"resident": findings.resident_bytes}, findings.resident_bytes, findings.reserve_bytes)
+    floor = {f"of {words}" if words.startswith("what") else words: size for words, size in findings.floor.parts.items()}
+    most = f"{format_bytes(findings.gain_bytes)} at most, {format_percent(findings.gain_bytes / peak if peak else 0.0)}"
     return [
         _fact("gain", f"{most} of the peak: the rest is there under any plan"),
         _fact("", parts_in_words({**kept, **floor})),
     ]
 
 
-def _with_share(found: Findings, part: int) -> str:
+def _with_share(findings: Findings, part: int) -> str:
     """A budget, and what it is of the unplanned peak; of a small step it is more, because of the reserve."""
-    peak = found.baseline_peak_bytes
-    reserved = f" (with {format_bytes(found.reserve_bytes)} in reserve)" if part > peak and found.reserve_bytes else ""
+    peak = findings.baseline_peak_bytes
+    reserved = (
+        f" (with {format_bytes(findings.reserve_bytes)} in reserve)" if part > peak and findings.reserve_bytes else ""
+    )
     return f"{format_bytes(part)}, {format_share(part, peak)} of the peak{reserved}"
 
 
@@ -157,7 +161,7 @@ def _what(place: Place) -> str:
     return f"{_short(place.op)}{module}{source}{', backward' if place.backward else ''}"
 
 
-def _largest(found: Findings) -> list[str]:
+def _largest(findings: Findings) -> list[str]:
     """Places with the most bytes at one time."""
     rows = [("at once", "in all", "buffers", "to the end", "life in ops", "what makes them")]
     rows += [
@@ -169,47 +173,47 @@ def _largest(found: Findings) -> list[str]:
             f"{group.first_op} to {group.last_op}",
             _what(group.place),
         )
-        for group in found.largest
+        for group in findings.largest
     ]
     return [
         "",
-        f"largest buffers of the unplanned step, like modules and lines together (top {len(found.largest)})",
+        f"largest buffers of the unplanned step, like modules and lines together (top {len(findings.largest)})",
         *_table(rows),
     ]
 
 
-def _peak(found: Findings) -> list[str]:
+def _peak(findings: Findings) -> list[str]:
     """What is live at the unplanned peak."""
-    total = found.peak.above_bytes
-    rows = [_share_row(group.bytes, total, str(group.count), _what(group.place)) for group in found.peak.groups]
-    if found.peak.rest_bytes:
-        rows.append(_share_row(found.peak.rest_bytes, total, "", "in other places"))
-    if found.peak.other_bytes:
-        rows.append(_share_row(found.peak.other_bytes, total, "", "workspace and user code"))
+    total = findings.peak.above_bytes
+    rows = [_share_row(group.bytes, total, str(group.count), _what(group.place)) for group in findings.peak.groups]
+    if findings.peak.rest_bytes:
+        rows.append(_share_row(findings.peak.rest_bytes, total, "", "in other places"))
+    if findings.peak.other_bytes:
+        rows.append(_share_row(findings.peak.other_bytes, total, "", "workspace and user code"))
     head = ("bytes", "share", "buffers", "what made them")
-    title = f"live at the unplanned peak, {format_bytes(total)} above, at {found.peak.at}"
+    title = f"live at the unplanned peak, {format_bytes(total)} above, at {findings.peak.at}"
     return ["", title, *_table([head, *rows])]
 
 
-def _kinds(found: Findings) -> list[str]:
+def _kinds(findings: Findings) -> list[str]:
     """The unplanned peak by kind."""
-    total = found.baseline_peak_bytes
+    total = findings.baseline_peak_bytes
     rows = [
         (
             format_bytes(kind.bytes),
             format_percent(kind.bytes / total if total else 0.0),
             f"{kind.name}{', resident' if kind.resident and kind.name != 'resident' else ''}",
         )
-        for kind in found.kinds
+        for kind in findings.kinds
     ]
     return ["", f"the unplanned peak by kind, {format_bytes(total)}", *_table([("bytes", "share", "kind"), *rows])]
 
 
-def _layers(found: Findings) -> list[str]:
+def _layers(findings: Findings) -> list[str]:
     """Bytes at the unplanned peak and seconds by type of layer; nothing where modules are not known."""
-    if not found.layers:
+    if not findings.layers:
         return []
-    total, seconds = found.peak.above_bytes, sum(layer.seconds for layer in found.layers)
+    total, seconds = findings.peak.above_bytes, sum(layer.seconds for layer in findings.layers)
     rows = [
         (
             format_bytes(layer.bytes),
@@ -220,9 +224,9 @@ def _layers(found: Findings) -> list[str]:
             str(layer.layers),
             layer.name or "in no module",
         )
-        for layer in found.layers
+        for layer in findings.layers
     ]
-    if rest := total - sum(layer.bytes for layer in found.layers):
+    if rest := total - sum(layer.bytes for layer in findings.layers):
         share = format_percent(rest / total)
         rows.append((format_bytes(rest), share, "", "", "", "", "gradients of outputs, workspace, user code"))
     head = ("bytes", "share", "forward", "backward", "share", "layers", "type of layer")
@@ -237,22 +241,22 @@ def _share_row(part: int, whole: int, count: str, text: str) -> tuple[str, ...]:
     return (format_bytes(part), format_percent(part / whole if whole else 0.0), count, text)
 
 
-def _floor(found: Findings) -> list[str]:
+def _floor(findings: Findings) -> list[str]:
     """What the floor is made of."""
-    total = found.floor.above_bytes
+    total = findings.floor.above_bytes
     rows = [
         (format_bytes(size), format_percent(size / total if total else 0.0), words)
-        for words, size in found.floor.parts.items()
+        for words, size in findings.floor.parts.items()
     ]
-    title = f"the floor, {format_bytes(total)} above, pinned by {found.floor.at}"
+    title = f"the floor, {format_bytes(total)} above, pinned by {findings.floor.at}"
     return ["", title, *_table([("bytes", "share", f"why it is there under any plan with {AS_CAPTURED}"), *rows])]
 
 
-def _rewrites(found: Findings) -> list[str]:
+def _rewrites(findings: Findings) -> list[str]:
     """What rewrites would do; nothing where there are none."""
-    used = [each for each in found.rewrites if each.floor_bytes is not None]
-    left = [each for each in found.rewrites if each.floor_bytes is None]
-    if not found.rewrites:
+    used = [each for each in findings.rewrites if each.floor_bytes is not None]
+    left = [each for each in findings.rewrites if each.floor_bytes is None]
+    if not findings.rewrites:
         return []
     rows = [("floor", "time", "what may take the place of parts of the step, with the same bits")]
     for each in used:
@@ -270,8 +274,8 @@ def _more_or_less(seconds: float) -> str:
     return size if size == format_seconds(0.0) else f"{'-' if seconds < 0 else '+'}{size}"
 
 
-def _advice(found: Findings) -> list[str]:
-    lines = [f"  {advice.text}" for advice in found.advice]
+def _advice(findings: Findings) -> list[str]:
+    lines = [f"  {advice.text}" for advice in findings.advice]
     return ["", "what would lower the floor", *(lines or ["  nothing stands out"])]
 
 

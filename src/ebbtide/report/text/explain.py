@@ -156,8 +156,8 @@ class _Story:
             ]
             for is_reload in (True, False)
         )
-        told = [_told(f"moved to the {self._tier[buffer]} and back", moved)] if moved else []
-        return "; ".join([*told, *([_told("dropped and made again", made)] if made else [])])
+        told = [_with_gaps(f"moved to the {self._tier[buffer]} and back", moved)] if moved else []
+        return "; ".join([*told, *([_with_gaps("dropped and made again", made)] if made else [])])
 
     def _op_before(self, index: int) -> str:
         """The last op that runs before action ``index``."""
@@ -262,7 +262,7 @@ class _Story:
         return [action.op for index in others if isinstance(action := self._actions[index], Compute)]
 
 
-def _told(what: str, gaps: list[str]) -> str:
+def _with_gaps(what: str, gaps: list[str]) -> str:
     more = f" and {len(gaps) - _SHOWN_OPS} more" if len(gaps) > _SHOWN_OPS else ""
     times = "once" if len(gaps) == 1 else format_count(len(gaps), "time")
     return f"{what} {times}: {', '.join(gaps[:_SHOWN_OPS])}{more}"

@@ -68,7 +68,7 @@ def facts_of(plan: PlanRecord) -> list[tuple[str, str]]:
             f"{format_bytes(plan.baseline_peak_bytes)}",
         ),
         ("resident", f"{format_bytes(plan.resident_bytes)}, reserve {format_bytes(plan.reserve_bytes)}"),
-        ("counted", counted_of(plan.provenance, between=plan.program.between_bytes > 0)),
+        ("counted", counted_of(plan.provenance, with_user_window=plan.program.between_bytes > 0)),
         *([("offloaded", plan.provenance.offloaded)] if plan.provenance.offloaded else []),
         (
             "overhead",
@@ -170,12 +170,12 @@ def origins_of(source: Provenance) -> list[tuple[str, str]]:
     return [(name, text) for name, text in facts if text]
 
 
-def counted_of(source: Provenance, *, between: bool = False) -> str:
+def counted_of(source: Provenance, *, with_user_window: bool = False) -> str:
     """What is in a plan's bytes and what is not.
 
     Args:
         source: of the plan.
-        between: whether what user code takes between forward and backward is known and planned for.
+        with_user_window: whether what user code takes between forward and backward is known and planned for.
     """
     if not source.device:
         return "what the ops of the graph make; not parameters, inputs and optimizer, of which the graph says nothing"
@@ -187,7 +187,7 @@ def counted_of(source: Provenance, *, between: bool = False) -> str:
         counted.append(f"state of {source.optimizer}" + (" at its step" if source.offloaded else ""))
     else:
         missing.append("optimizer state (none was given)")
-    if between:
+    if with_user_window:
         counted.append("what user code takes between forward and backward")
     if source.loss is LossPlace.OUTSIDE:
         missing.append("the loss, which is outside the model")

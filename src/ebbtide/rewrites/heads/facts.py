@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ebbtide.rewrites.facts import Fact, either, normal, own
 from ebbtide.rewrites.heads.cuts import read, rows_read
-from ebbtide.rewrites.heads.logit_ops import applied, caps, taken_back
+from ebbtide.rewrites.heads.logit_ops import apply_text, caps, taken_back
 from ebbtide.rewrites.heads.slices import weighted_loss, weighted_targets
 from ebbtide.rewrites.spans import LEAST, spans
 
@@ -293,13 +293,13 @@ def _logit_ops_fact(sizes: HeadSizes, rows: int, columns: Sequence[int], smaller
 
 def _logit_ops_hold(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool:
     logits, gradient = _normal_logits(sizes, sizes.dtype, 7).mul_(8), _normal_logits(sizes, sizes.softmax, 8)
-    whole, kept = applied(sizes.logit_ops, logits, sizes.softmax)
+    whole, kept = apply_text(sizes.logit_ops, logits, sizes.softmax)
     back = taken_back(sizes.logit_ops, gradient, kept, sizes.dtype)
     del kept
     slices = [(slice(a, b), slice(None)) for a, b in spans(sizes.rows, rows)]
     slices += [(slice(None), slice(a, b)) for size in columns for a, b in spans(sizes.vocabulary, size)]
     for each in slices:
-        part, made = applied(sizes.logit_ops, own(logits[each]), sizes.softmax)
+        part, made = apply_text(sizes.logit_ops, own(logits[each]), sizes.softmax)
         again = taken_back(sizes.logit_ops, own(gradient[each]), made, sizes.dtype)
         if not torch.equal(part, whole[each]) or not torch.equal(again, back[each]):
             return False
@@ -315,7 +315,7 @@ def _weights_of(class_weights: Tensor, labels: Tensor) -> Tensor:
     return class_weights.gather(0, labels.clamp(0)).masked_fill(labels == _IGNORED, 0)
 
 
-def _made(sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
+def _sample(sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, labels of which some are ignored, and the gradient of the loss: one, or one for each row."""
     x = _normal_logits(sizes, sizes.softmax, 5)
     labels = torch.arange(sizes.rows, device=sizes.device) * 7919 % sizes.vocabulary
@@ -329,7 +329,7 @@ def _column(softmax: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _loss_holds(sizes: HeadSizes) -> bool:
-    x, labels, _ = _made(sizes)
+    x, labels, _ = _sample(sizes)
     whole = _aten._log_softmax(x, 1, False)
     target, classes = _column(whole, labels)
     class_weights = _class_weights(sizes)
@@ -358,7 +358,7 @@ def _numbers(sizes: HeadSizes, rows: int) -> Tensor:
 
 
 def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
-    x, labels, tangent = _made(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
+    x, labels, tangent = _sample(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
     if sizes.cut:
         x = _normal_logits(sizes, sizes.softmax, 5)
     whole = _aten._log_softmax(read(x, sizes.cut), 1, False)
@@ -391,7 +391,7 @@ def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
 
 
 def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
-    x, labels, tangent = _made(sizes)
+    x, labels, tangent = _sample(sizes)
     largest, where = x.max(1)
     whole = _aten._log_softmax(x, 1, False)
     log_sum = whole.gather(1, where.unsqueeze(1))

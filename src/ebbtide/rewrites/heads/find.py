@@ -38,7 +38,7 @@ from ebbtide.rewrites.heads.logit_path import (
     seen_through,
 )
 from ebbtide.rewrites.once import once
-from ebbtide.rewrites.rule import Left
+from ebbtide.rewrites.rule import Skipped
 from ebbtide.rewrites.views import SAME_ORDER
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.graphs import arguments_of
@@ -126,21 +126,21 @@ class Head:
 
 
 @once
-def find_heads(captured: Captured) -> tuple[list[Head], list[Left]]:
+def find_heads(captured: Captured) -> tuple[list[Head], list[Skipped]]:
     """All heads of a step, and what is left as it is though it looks like one."""
     heads: list[Head] = []
-    left: list[Left] = []
+    left: list[Skipped] = []
     for node in captured.graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
         try:
             heads.append(_head(captured, node))
         except NoHead as error:
-            left.append(Left(source_of(node), str(error)))
+            left.append(Skipped(source_of(node), str(error)))
     for node in captured.graph.find_nodes(op="call_function", target=_aten.nll_loss2d_forward.default):
-        left.append(Left(source_of(node), "classes are not the last dimension: flatten to N x V and N"))
+        left.append(Skipped(source_of(node), "classes are not the last dimension: flatten to N x V and N"))
     return heads, [*left, *_other_losses(captured)]
 
 
-def _other_losses(captured: Captured) -> Iterator[Left]:
+def _other_losses(captured: Captured) -> Iterator[Skipped]:
     """Products of which something else is made where ``cross_entropy`` makes a loss, as large as matters."""
     losses = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
     known = {_source_of(node) for each in losses for node in captured.graph.find_nodes(op="call_function", target=each)}
@@ -155,7 +155,7 @@ def _other_losses(captured: Captured) -> Iterator[Left]:
             known.add(source)
             if 3 * value.numel() * value.itemsize >= _LITTLE * unplanned_bytes(captured.program):
                 why = "a loss of its own, or one of soft labels: cross_entropy or NLLLoss of class indices is rewritten"
-                yield Left(source_of(node), why)
+                yield Skipped(source_of(node), why)
 
 
 def _source_of(node: Any) -> Any:

@@ -70,8 +70,8 @@ def larger_slices_of(head: Head, rewrite: Rewrite) -> Iterator[Rewrite]:
     axes = [name for name in whole if settings.get(name)]
     sizes = [_doubled(settings[name], max(LEAST, whole[name] // _PARTS[0])) for name in axes]
 
-    def share(found: tuple[int, ...]) -> float:
-        return sum(size / whole[name] for name, size in zip(axes, found, strict=True))
+    def share(sizes: tuple[int, ...]) -> float:
+        return sum(size / whole[name] for name, size in zip(axes, sizes, strict=True))
 
     for found in sorted(itertools.product(*sizes), key=share)[1:]:
         made = settings | dict(zip(axes, found, strict=True))
@@ -188,7 +188,7 @@ class _Writer:
 
     def write(self) -> None:
         """All of it; what it replaces goes where nothing else reads it."""
-        {KEPT: self._kept, GUESSED: self._guessed, ROWS: self._rows}[self.form]()
+        {KEPT: self._write_kept, GUESSED: self._guessed, ROWS: self._rows}[self.form]()
         self.graph.lint()
 
     def _of(self, node: fx.Node | None) -> Any:
@@ -196,7 +196,7 @@ class _Writer:
 
     # -- the forms ------------------------------------------------------------------------------------------------
 
-    def _kept(self) -> None:
+    def _write_kept(self) -> None:
         smoothing = self.head.smoothing
         call = (*self.operands, *self.how, self.dtype, self.settings["rows"], smoothing is not None)
         total_weight, kept, row_sums = self._forward(_ops.forward_that_keeps.default, call)
@@ -349,9 +349,9 @@ class _Writer:
             node.meta["val"] = target(*fx.map_arg(call, lambda each: each.meta["val"]))
         return node
 
-    def _element(self, made: fx.Node, index: int) -> fx.Node:
-        with self.graph.inserting_after(made):
-            node = self.graph.call_function(operator.getitem, (made, index))
-        node.meta = dict(made.meta)
-        node.meta["val"] = made.meta["val"][index]
+    def _element(self, result: fx.Node, index: int) -> fx.Node:
+        with self.graph.inserting_after(result):
+            node = self.graph.call_function(operator.getitem, (result, index))
+        node.meta = dict(result.meta)
+        node.meta["val"] = result.meta["val"][index]
         return node

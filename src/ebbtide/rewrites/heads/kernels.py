@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.rewrites.heads.cuts import read, spread
-from ebbtide.rewrites.heads.logit_ops import applied, taken_back
+from ebbtide.rewrites.heads.logit_ops import apply_text, taken_back
 from ebbtide.rewrites.heads.slices import (
     TARGET,
     gradient_rows,
@@ -82,7 +82,7 @@ def forward_by_rows(
     how = loss_of(h, labels, reduction, ignore_index, cut, class_weights, logit_ops)
     statistics = torch.empty((3, h.shape[0]), dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
-        logits = applied(how.logit_ops, logits_of(h[a:b], wt, bias), dtype)[0]
+        logits = apply_text(how.logit_ops, logits_of(h[a:b], wt, bias), dtype)[0]
         softmax = _aten._log_softmax(logits, 1, False)
         statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
         del logits, softmax
@@ -125,7 +125,7 @@ def forward_with_guess(
     total_weight = loss_and_weight(statistics.new_zeros(h.shape[0]), how)[1]
     tangents = tangents_of(how, guess)
     for a, b in spans(h.shape[0], rows):
-        logits, made = applied(how.logit_ops, logits_of(h[a:b], wt, bias), dtype)
+        logits, made = apply_text(how.logit_ops, logits_of(h[a:b], wt, bias), dtype)
         softmax = _aten._log_softmax(logits, 1, False)
         statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
         del logits
@@ -171,7 +171,7 @@ def forward_that_keeps(
     target = torch.empty(h.shape[0], dtype=dtype, device=h.device)
     sums = torch.empty(h.shape[0] if smoothed else 0, dtype=dtype, device=h.device)
     for a, b in spans(h.shape[0], rows):
-        softmax = _aten._log_softmax(applied(logit_ops, kept[a:b], dtype)[0], 1, False)
+        softmax = _aten._log_softmax(apply_text(logit_ops, kept[a:b], dtype)[0], 1, False)
         target[a:b] = targets_of(softmax, how.labels[a:b])
         if smoothed:
             sums[a:b] = torch.sum(softmax, [1])
@@ -219,7 +219,7 @@ def backward_over_kept(
     for a, b in spans(h.shape[0], rows):
         softmax, made = kept[a:b], list[Tensor]()
         if kept.dtype != dtype or logit_ops:
-            logits, made = applied(logit_ops, kept[a:b], dtype)
+            logits, made = apply_text(logit_ops, kept[a:b], dtype)
             softmax = _aten._log_softmax(logits, 1, False)
             del logits
         part = gradient_rows(softmax, how, tangents, total_weight, a, b, numbers)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CAST", "DIV", "MUL", "TANH", "applied", "caps", "taken_back"]
+__all__ = ["CAST", "DIV", "MUL", "TANH", "apply_text", "caps", "taken_back"]
 
 DIV, MUL, TANH, CAST = "div", "mul", "tanh", "cast"
 """The steps: the first two by a number, the last to the type of the softmax; it is done last where it is not named."""
@@ -32,7 +32,7 @@ def caps(text: str) -> int:
     return sum(kind == TANH for kind, _ in _steps(text))
 
 
-def applied(text: str, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def apply_text(text: str, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
     """What the softmax reads, of type ``dtype``, and what :func:`taken_back` needs of the way there."""
     kept: list[Tensor] = []
     for kind, number in _steps(text):
@@ -48,9 +48,9 @@ def applied(text: str, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, list
     return logits.to(dtype), kept
 
 
-def taken_back(text: str, gradient: Tensor, kept: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def taken_back(text: str, gradient: Tensor, saved: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The gradient of the logits, of type ``dtype``, from that of what the softmax reads."""
-    waiting = list(kept)
+    waiting = list(saved)
     if text and not any(kind == CAST for kind, _ in _steps(text)):
         gradient = gradient.to(dtype)
     for kind, number in reversed(_steps(text)):

@@ -118,14 +118,14 @@ def _word_of(step: fx.Node) -> str:
     return " ".join([BENDS[step.target], *(repr(float(each)) for each in numbers)])  # type: ignore[index]
 
 
-def _require_bends(made: fx.Node) -> None:
-    """That ``made`` scales by a number, or bends, its operand as it lies."""
-    source, *numbers = arguments_of(made)
+def _require_bends(node: fx.Node) -> None:
+    """That ``node`` scales by a number, or bends, its operand as it lies."""
+    source, *numbers = arguments_of(node)
     if is_call(seen_through(source), _aten.slice.Tensor):
         raise NoHead(_CUT_FIRST)
     numeric = all(isinstance(each, int | float) and float(each) == each for each in numbers)
-    require(numeric and not made.kwargs, "the logits are scaled by a tensor before the loss")
-    before, after = source.meta["val"], made.meta["val"]
+    require(numeric and not node.kwargs, "the logits are scaled by a tensor before the loss")
+    before, after = source.meta["val"], node.meta["val"]
     same = (before.shape, before.stride(), before.dtype) == (after.shape, after.stride(), after.dtype)
     require(same, "the logits are scaled to another type or layout before the loss")
 
@@ -178,13 +178,13 @@ def _slice_of(cut: fx.Node) -> tuple[Any, ...]:
     return dimension, begin, max(begin, end), step
 
 
-def _bent_back(step: fx.Node, made: fx.Node, gradient: fx.Node) -> bool:
-    """Whether ``made`` is the gradient of the operand of ``step``, of which ``gradient`` is the result's."""
+def _bent_back(step: fx.Node, node: fx.Node, gradient: fx.Node) -> bool:
+    """Whether ``node`` is the gradient of the operand of ``step``, of which ``gradient`` is the result's."""
     if step.target is _aten.tanh.default:
-        known = is_call(made, _aten.tanh_backward.default)
-        return known and seen_through(arguments_of(made)[1]) is step
-    same = made.target is step.target and not made.kwargs
-    return same and arguments_of(made)[1:] == arguments_of(step)[1:] and seen_through(made.args[0]) is gradient
+        known = is_call(node, _aten.tanh_backward.default)
+        return known and seen_through(arguments_of(node)[1]) is step
+    same = node.target is step.target and not node.kwargs
+    return same and arguments_of(node)[1:] == arguments_of(step)[1:] and seen_through(node.args[0]) is gradient
 
 
 def path_back(path: LogitPath, gradient: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:

@@ -107,7 +107,7 @@ class _Proof(RewriteProof):
         self.stands_for(node, alike, head_sample(head.sizes, given, kind))
         return Results(results) if len(results) > 1 else results[0]
 
-    def _head_of(self, given: dict[str, Any], node: fx.Node) -> Head:
+    def _head_of(self, arguments: dict[str, Any], node: fx.Node) -> Head:
         """The head whose operands and constants these are."""
         for head in self.heads:
             operands = {
@@ -125,17 +125,17 @@ class _Proof(RewriteProof):
                 "dtype": head.sizes.softmax,
                 "smoothed": head.smoothing is not None,
             }
-            if all(same(self.claim(given[name]), each) for name, each in operands.items()) and all(
-                given.get(name, each) == each for name, each in constants.items()
+            if all(same(self.claim(arguments[name]), each) for name, each in operands.items()) and all(
+                arguments.get(name, each) == each for name, each in constants.items()
             ):
                 return head
         raise self.wrong(f"{node.name} is of no head")
 
-    def _result(self, name: str, head: Head, given: dict[str, Any]) -> Any:
+    def _result(self, name: str, head: Head, arguments: dict[str, Any]) -> Any:
         if name in ("loss", "total_weight"):
             return head.loss, int(name == "total_weight")
         if name in ("hidden", "known"):
-            return name, head.loss, given["guess"]
+            return name, head.loss, arguments["guess"]
         if name in PARTS:
             return name, head.loss
         if name == "row_sums":

@@ -15,7 +15,7 @@ from ebbtide.rewrites.heads.kernels import KEPT
 from ebbtide.rewrites.heads.ops import HEAD_OPS, head_op
 from ebbtide.rewrites.heads.proof import prove_rewritten
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rule import Estimate, Left, Rule
+from ebbtide.rewrites.rule import Estimate, Rule, Skipped
 from ebbtide.step.program import Op, Program
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.units import format_bytes
@@ -78,13 +78,13 @@ class HeadRule(Rule):
         """By ``rewrites.heads.proof``."""
         return prove_rewritten(step, after)
 
-    def left(self, step: Captured) -> Sequence[Left]:
+    def skipped(self, step: Captured) -> Sequence[Skipped]:
         """What is no head, or so small that it decides nothing."""
         heads, left = find_heads(step)
         worthwhile = worthwhile_heads(step)
         small = ((each.loss, each.sizes.held_bytes) for each in heads if each not in worthwhile)
         says = "it holds {} at most, which decides nothing"
-        return [*left, *(Left(source_of(loss), says.format(format_bytes(held))) for loss, held in small)]
+        return [*left, *(Skipped(source_of(loss), says.format(format_bytes(held))) for loss, held in small)]
 
 
 def head_at(step: Captured, rewrite: Rewrite) -> Head:

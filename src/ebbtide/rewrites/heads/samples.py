@@ -22,22 +22,22 @@ __all__ = ["head_sample"]
 _aten = torch.ops.aten
 
 
-def head_sample(sizes: HeadSizes, given: Mapping[str, Any], kind: str) -> Sample | None:
+def head_sample(sizes: HeadSizes, fixed: Mapping[str, Any], kind: str) -> Sample | None:
     """What may be held of one op of a head; ``None`` where none is less than all that the op stands for.
 
     Args:
         sizes: of the head.
-        given: the op's arguments by name, as nodes and constants.
+        fixed: the op's arguments by name, as nodes and constants.
         kind: name of the op.
     """
-    names = list(given)
+    names = list(fixed)
     if kind == "backward_over_kept":
         plain = sizes.dtype == sizes.softmax and not sizes.logit_ops  # else what is kept are logits
         return _over_kept(sizes, names) if plain else None
     if kind in ("forward_that_keeps", "settle_guess"):  # one has no slices of a product, the other no product
         return None
-    axis = "columns" if "columns" in given else "rows"
-    size: int = given[axis]
+    axis = "columns" if "columns" in fixed else "rows"
+    size: int = fixed[axis]
     hold = columns_of_logits_hold if axis == "columns" else rows_of_logits_hold
 
     def holds(args: Sequence[Any], _: Callable[[int, Tensor], None]) -> bool:

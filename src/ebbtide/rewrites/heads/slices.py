@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.rewrites.heads.cuts import clear_unread, read, spread
-from ebbtide.rewrites.heads.logit_ops import applied, taken_back
+from ebbtide.rewrites.heads.logit_ops import apply_text, taken_back
 from ebbtide.rewrites.spans import spans
 from ebbtide.torch_seams.graphs import ASSERTS_TRUE
 
@@ -90,7 +90,7 @@ def softmax_rows(
     h: Tensor, wt: Tensor, bias: Tensor | None, how: Loss, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
     """The log-softmax of some rows, and what the gradient needs of the way there."""
-    logits, made = applied(how.logit_ops, logits_of(h, wt, bias), dtype)
+    logits, made = apply_text(how.logit_ops, logits_of(h, wt, bias), dtype)
     return _aten._log_softmax(logits, 1, False), made
 
 
@@ -217,7 +217,7 @@ def _gradient_columns(
     width = end - begin
     softmax = statistics.new_empty((h.shape[0], width + 1))
     logits = logits_of(h, wt[:, begin:end], None if bias is None else bias[begin:end])
-    softmax[:, :width], made = applied(how.logit_ops, logits, softmax.dtype)
+    softmax[:, :width], made = apply_text(how.logit_ops, logits, softmax.dtype)
     del logits
     softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
     labels = how.labels

@@ -80,7 +80,7 @@ def chains_of(step: Captured, *, lean: bool, kinds: Collection[str] | None = Non
         lean: whether they have to be (definition 3).
         kinds: of overwrites, if not all.
     """
-    return list(_Finder(step, lean, kinds).found())
+    return list(_Finder(step, lean, kinds).chains())
 
 
 class _Finder:
@@ -91,7 +91,7 @@ class _Finder:
         self.chain_of: dict[int, tuple[Chain, int]] = {}  # by buffer: whose result it is, and which element
         self.needs: dict[int, int] = {}  # by head: bytes
 
-    def found(self) -> Iterator[Chain]:
+    def chains(self) -> Iterator[Chain]:
         chains: list[Chain] = []
         for index, op in enumerate(self.program.ops):
             joined = self._join(index, op)

@@ -61,7 +61,7 @@ class InPlace:
     """
 
     borrows = True
-    """Nothing that it is given is written to (``cost.room``)."""
+    """Nothing that it is given is written to (``cost.profiling_budget``)."""
 
     def __init__(self, graph: fx.Graph, text: str) -> None:
         self.__name__ = "in_place"  # by which generated code calls it
@@ -89,14 +89,14 @@ class InPlace:
 class _Watched(fx.Interpreter):
     """Runs a graph and refuses to write to what it was given."""
 
-    def __init__(self, module: fx.GraphModule, given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__(module)
-        self._given = {each.untyped_storage().data_ptr() for each in given if each.numel()}
+        self._input_addresses = {each.untyped_storage().data_ptr() for each in inputs if each.numel()}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``target`` unless it would write to one of the graph's inputs."""
         if isinstance(target, OpOverload):
             for each in schema_of(target).arguments:
-                if each.is_out and kwargs[each.name].untyped_storage().data_ptr() in self._given:
+                if each.is_out and kwargs[each.name].untyped_storage().data_ptr() in self._input_addresses:
                     raise InternalError(f"{target} would write to an argument of the call that it is part of")
         return super().call_function(target, args, kwargs)

@@ -129,7 +129,7 @@ class _Writer:
     def write(self, chain: Chain) -> None:
         """One chain in the place of its ops."""
         head = self.step.op_nodes[chain.head]
-        given = _given(self.step, chain)
+        given = _inputs_of(self.step, chain)
         for each in given:
             self._hoist(each, head)
         old = self.nodes[head]
@@ -166,9 +166,9 @@ class _Writer:
             made.meta["val"] = overwrite.meta["val"]
             self._replace(overwrite, made)
 
-    def _replace(self, overwrite: fx.Node, made: fx.Node) -> None:
-        self.nodes[overwrite].replace_all_uses_with(made)
-        self.nodes[overwrite] = made
+    def _replace(self, overwrite: fx.Node, node: fx.Node) -> None:
+        self.nodes[overwrite].replace_all_uses_with(node)
+        self.nodes[overwrite] = node
 
     def _hoist(self, node: fx.Node, head: fx.Node) -> None:
         """Views that come after ``head`` and are read by its chain go before it."""
@@ -191,7 +191,7 @@ class _Writer:
             self.graph.erase_node(user)
 
 
-def _given(step: Captured, chain: Chain) -> list[fx.Node]:
+def _inputs_of(step: Captured, chain: Chain) -> list[fx.Node]:
     """What a chain reads, each once: all arguments of its ops but those that they write over."""
     head = step.op_nodes[chain.head]
     found = [*head.all_input_nodes]
@@ -202,11 +202,11 @@ def _given(step: Captured, chain: Chain) -> list[fx.Node]:
     return list(dict.fromkeys(found))
 
 
-def _target(step: Captured, chain: Chain, given: Sequence[fx.Node]) -> InPlace:
+def _target(step: Captured, chain: Chain, sources: Sequence[fx.Node]) -> InPlace:
     """The call that a chain is."""
     graph = fx.Graph()
-    inputs = {node: graph.placeholder(f"given_{index}") for index, node in enumerate(given)}
-    words = {node: _Word(f"%{index}") for index, node in enumerate(given)}
+    inputs = {node: graph.placeholder(f"given_{index}") for index, node in enumerate(sources)}
+    words = {node: _Word(f"%{index}") for index, node in enumerate(sources)}
     head = step.op_nodes[chain.head]
     args, kwargs = fx.map_arg((head.args, head.kwargs), inputs.__getitem__)
     assert callable(head.target)

@@ -46,7 +46,7 @@ class InSlices:
     """
 
     borrows = True
-    """Nothing that it is given is written to (``cost.room``)."""
+    """Nothing that it is given is written to (``cost.profiling_budget``)."""
 
     def __init__(self, graph: fx.Graph, axis: Axis, inputs: Sequence[Cut], outputs: Sequence[int], text: str) -> None:
         self.__name__ = "in_slices"  # by which generated code calls it
@@ -89,14 +89,14 @@ class SlicedCall:
         results: captured nodes, in order.
         parts: captured ops that it runs, in order, results among them.
         cuts: of each of ``parts``, the dimension of its result that is cut.
-        given: captured nodes that it reads.
+        inputs: captured nodes that it reads.
         target: what is called.
     """
 
     results: tuple[fx.Node, ...]
     parts: tuple[fx.Node, ...]
     cuts: Mapping[fx.Node, int]
-    given: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
     target: InSlices
 
     @property
@@ -168,7 +168,7 @@ class _Writer:
 
     def written(self) -> SlicedCall:
         """All of it."""
-        pairs = list(dict.fromkeys(pair for part in self.parts for pair in self._given(part)))
+        pairs = list(dict.fromkeys(pair for part in self.parts for pair in self._inputs_of(part)))
         for index, pair in enumerate(pairs):
             self.inputs[pair] = self.graph.placeholder(f"given_{index}")
             self._words[self.inputs[pair]] = f"%{index}"
@@ -200,7 +200,7 @@ class _Writer:
                 return cut
         raise AssertionError(f"{part.name} reads nothing large")
 
-    def _given(self, part: fx.Node) -> Iterator[tuple[fx.Node, Cut]]:
+    def _inputs_of(self, part: fx.Node) -> Iterator[tuple[fx.Node, Cut]]:
         for position, each in enumerate(arguments_of(part)):
             if isinstance(each, fx.Node) and not self._is_inner(each):
                 yield each, operand_cut(part, position, self.cuts[part], self.axis.rank)

@@ -44,7 +44,7 @@ def has_places(step: Captured, calls: Iterable[SlicedCall]) -> bool:
 
 def _place_of(call: SlicedCall, order: Mapping[fx.Node, int], ops: frozenset[fx.Node]) -> fx.Node | None:
     """Before this node of the captured graph ``call`` goes; ``None`` where some reader comes too early."""
-    latest = max((order[each] for given in call.given for each in _makers(given, ops)), default=-1)
+    latest = max((order[each] for given in call.inputs for each in _makers(given, ops)), default=-1)
     first = min(call.results, key=order.__getitem__)
     if latest < order[first]:
         return first
@@ -80,10 +80,10 @@ class _Writer:
         """One call in the place of its parts."""
         place = _place_of(call, self.order, self.ops)
         assert place is not None
-        for each in call.given:
+        for each in call.inputs:
             self._hoist(each, place)
         graph = self.nodes[place].graph
-        args = (size, *(self.nodes[each] for each in call.given))
+        args = (size, *(self.nodes[each] for each in call.inputs))
         with graph.inserting_before(self.nodes[place]):
             node = graph.create_node("call_function", call.target, args, name=call.name)
         node.meta = dict(call.results[0].meta)

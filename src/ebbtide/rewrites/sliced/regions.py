@@ -23,7 +23,7 @@ from torch import fx
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.origin import module_of, source_of
 from ebbtide.rewrites.once import once
-from ebbtide.rewrites.rule import Left
+from ebbtide.rewrites.rule import Skipped
 from ebbtide.rewrites.sliced.axes import Axis, can_be_cut, is_product, result_cut, swapped_cut
 from ebbtide.rewrites.views import is_same_order, is_swap, seen
 from ebbtide.torch_seams.aot import is_tangent
@@ -209,23 +209,23 @@ class Growth:
 
 
 @once
-def _known(captured: Captured) -> dict[type[Growth], tuple[list[Region], list[Left]]]:
+def _regions_of(captured: Captured) -> dict[type[Growth], tuple[list[Region], list[Skipped]]]:
     return {}
 
 
-def find_regions(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[Left]]:
+def find_regions(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[Skipped]]:
     """All regions of one kind in a step, and what is left as it is though it looks like one."""
-    known = _known(captured)
+    known = _regions_of(captured)
     if kind not in known:
         known[kind] = _grown(captured, kind)
     return known[kind]
 
 
-def _grown(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[Left]]:
+def _grown(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[Skipped]]:
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
     late = _after_tangents(captured.graph)
     regions: list[Region] = []
-    left: dict[str, Left] = {}
+    left: dict[str, Skipped] = {}
     done: set[fx.Node] = set()
     for node in captured.op_nodes:
         if node in done or node in late or node.op != "call_function" or not kind.opens(node):
@@ -238,7 +238,7 @@ def _grown(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[L
         except NoRegion as error:
             if growth.looks_like_one(growth.closing[kind.axes[0]] - late):
                 source = source_of(node)
-                left.setdefault(source, Left(source, f"{kind.whole}: {error}"))
+                left.setdefault(source, Skipped(source, f"{kind.whole}: {error}"))
     return regions, list(left.values())
 
 

@@ -16,7 +16,7 @@ from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.once import once
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rule import Estimate, Left, Rule
+from ebbtide.rewrites.rule import Estimate, Rule, Skipped
 from ebbtide.rewrites.sliced.attention import Attention
 from ebbtide.rewrites.sliced.axes import is_elementwise, is_product
 from ebbtide.rewrites.sliced.calls import SlicedCall, calls_of, workspace_of
@@ -78,7 +78,7 @@ class SlicedRule(Rule):
         """By ``sliced.proof``."""
         return prove_sliced(step, after, self.what)
 
-    def left(self, step: Captured) -> Sequence[Left]:
+    def skipped(self, step: Captured) -> Sequence[Skipped]:
         """What looks like a region and is left as it is."""
         return find_regions(step, self.kind)[1]
 
@@ -127,7 +127,7 @@ def _facts(region: Region, settings: Mapping[str, int]) -> list[Fact]:
 
 def _estimate(call: SlicedCall, size: int, seconds: Mapping[str, float]) -> Estimate:
     per_byte = len(list(call.axis.pieces(size))) * _seconds_per_byte(call, seconds)
-    whole = {each for each, cut in zip(call.given, call.target.inputs, strict=True) if cut is None}
+    whole = {each for each, cut in zip(call.inputs, call.target.inputs, strict=True) if cut is None}
     takes = 0.0
     for part in call.parts:  # a slice takes its share, or what reading takes that every slice reads whole
         read = sum(map(bytes_of, whole.intersection(part.all_input_nodes))) if is_product(part) else 0

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ebbtide
 from ebbtide.capture import disturbed
-from ebbtide.torch_seams import dynamo, stance
+from ebbtide.torch_seams import compile_mode, dynamo
 
 
 class Finalized:
@@ -32,7 +32,7 @@ def test_a_finalizer_is_not_ours_to_compile_or_refuse(monkeypatch: pytest.Monkey
     """Reference counts or the garbage collector may call one while frames are shown to what compiles."""
     from torch._dynamo import eval_frame
 
-    ours, graphs, said = stance.OwnStance(), [], []
+    ours, graphs, said = compile_mode.OwnCompileMode(), [], []
     found, begin = list[Finalized](), eval_frame._maybe_set_eval_frame
 
     def then_finalize(callback: Any) -> Any:
@@ -64,7 +64,7 @@ def test_a_finalizer_is_not_ours_to_compile_or_refuse(monkeypatch: pytest.Monkey
 
 def test_compiled_functions_inside_of_a_call_are_somebody_elses() -> None:
     """What a step calls may be compiled, and compile anew, while the step itself may not."""
-    ours = stance.OwnStance()
+    ours = compile_mode.OwnCompileMode()
     inner = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def test_compiled_functions_inside_of_a_call_are_somebody_elses() -> None:
     inside = True
     assert ours.only_compiled(compiled, torch.ones(2)).tolist() == [2.0, 2.0]
     assert ours.only_compiled(compiled, torch.full((2,), 2.0)).tolist() == [2.0] * 4
-    with pytest.raises(stance.NotCompiled):
+    with pytest.raises(compile_mode.NotCompiled):
         ours.only_compiled(compiled, torch.ones(3))
     dynamo.forget_compiled(compiled)
 

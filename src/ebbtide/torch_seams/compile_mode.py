@@ -29,7 +29,7 @@ from ebbtide.torch_seams.patches import Attribute, Patch, wrapped
 __all__ = [
     "NO_FRAMES",
     "NotCompiled",
-    "OwnStance",
+    "OwnCompileMode",
     "capturing",
     "code_of_compiled",
     "constant_in_traces",
@@ -118,7 +118,7 @@ class _Ours:
     """A call of a compiled function under a stance of ours; ``asked`` is whether torch has asked for the stance."""
 
     code: types.CodeType
-    stance: _Stance
+    mode: _Stance
     asked: bool = False
 
 
@@ -131,7 +131,7 @@ _patches: weakref.WeakValueDictionary[str, Patch] = weakref.WeakValueDictionary(
 _sharing = threading.Lock()
 
 
-class OwnStance:
+class OwnCompileMode:
     """Calls of functions of ``torch.compile`` on this thread that heed no stance, or compile nothing.
 
     Torch's stances hold for the whole process: under ``fail_on_recompile`` what somebody else compiles in another
@@ -174,11 +174,11 @@ class OwnStance:
             return f"{guard} ({line})" if line else guard
         return ""
 
-    def _under(self, stance: _Stance, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _under(self, mode: _Stance, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         # Dynamo leaves a function alone under such a mode. It would run as it is; 2.13 says so then, 2.11 does not.
         if any_torch_dispatch_mode_on_stack():
             raise RuntimeError(f"torch.compile {NO_FRAMES}: a dispatch mode is active")
-        before, _here.call = _here.call, _Ours(code_of_compiled(function), stance)
+        before, _here.call = _here.call, _Ours(code_of_compiled(function), mode)
         try:
             return function(*args)
         finally:
@@ -222,16 +222,16 @@ def _by_thread(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return found(callback)
         if not call.asked:
             call.asked = True
-            return call.stance(callback, call.code)
+            return call.mode(callback, call.code)
         # A compiled function of somebody's inside of ours: a part of the step while that is captured.
-        return callback if call.stance is _as_it_is else found(callback)
+        return callback if call.mode is _as_it_is else found(callback)
 
     return callback_from_stance
 
 
 def capturing() -> bool:
     """Whether this thread captures a step of ours."""
-    return _here.call is not None and _here.call.stance is _as_it_is
+    return _here.call is not None and _here.call.mode is _as_it_is
 
 
 def constant_in_traces(function: Callable[[], Any]) -> Callable[[], Any]:

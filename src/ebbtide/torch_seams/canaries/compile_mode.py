@@ -1,4 +1,4 @@
-"""The canaries of ``stance``: that calls of compiled functions are ours to permit, and that traces end where told."""
+"""Canaries of ``compile_mode``: calls of compiled functions are ours to permit, and traces end where told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.torch_seams import dynamo, fake_tensors, stance
+from ebbtide.torch_seams import compile_mode, dynamo, fake_tensors
 from ebbtide.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -17,7 +17,7 @@ __all__: list[str] = []
 @canary
 def a_threads_calls_have_their_own_stance() -> None:
     """A call may find what is compiled and compile nothing, or heed no stance of the process."""
-    ours, ran = stance.OwnStance(), []
+    ours, ran = compile_mode.OwnCompileMode(), []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
         ran.append(graph)
@@ -30,7 +30,7 @@ def a_threads_calls_have_their_own_stance() -> None:
     expect(ours.only_compiled(compiled, torch.ones(2)).tolist() == [2.0, 2.0], "what is compiled is not found")
     try:
         ours.only_compiled(compiled, torch.ones(3))
-    except stance.NotCompiled:
+    except compile_mode.NotCompiled:
         pass
     else:
         raise RuntimeError("a call compiles that may not")
@@ -44,15 +44,15 @@ def traces_end_where_they_are_told_to() -> None:
     """A function that is left out runs as it is inside of what is compiled; a constant is asked while it is traced."""
     traced: list[bool] = []
 
-    @stance.constant_in_traces
+    @compile_mode.constant_in_traces
     def asked() -> bool:
-        return stance.tracing_here()
+        return compile_mode.tracing_here()
 
     def left(x: torch.Tensor) -> torch.Tensor:
-        traced.append(stance.tracing_here())
+        traced.append(compile_mode.tracing_here())
         return x + 1
 
-    out = stance.left_out_of_traces(left, "it is left out")
+    out = compile_mode.left_out_of_traces(left, "it is left out")
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return out(x * 2) if asked() else x
@@ -76,17 +76,17 @@ def dispatch_modes_are_seen() -> None:
         ran.append(1)
         return x * 2
 
-    ours = stance.OwnStance()
+    ours = compile_mode.OwnCompileMode()
     compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=False)
     try:
         with Watching():
             ours.compiling(compiled, torch.ones(2))
     except RuntimeError as error:
-        expect(stance.NO_FRAMES in str(error) and not ran, f"a mode is told as {error!r}, after {len(ran)} runs")
+        expect(compile_mode.NO_FRAMES in str(error) and not ran, f"a mode is told as {error!r}, after {len(ran)} runs")
     else:
         raise RuntimeError("a call is compiled under a dispatch mode")
     with fake_tensors.FakeTensorMode():
-        expect(not stance.any_torch_dispatch_mode_on_stack(), "a mode of torch's own counts as somebody's")
+        expect(not compile_mode.any_torch_dispatch_mode_on_stack(), "a mode of torch's own counts as somebody's")
     dynamo.forget_compiled(compiled)
 
 
@@ -97,7 +97,7 @@ def exports_are_told_by_their_stacks() -> None:
 
     class Looking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(stance.traces(sys._getframe()))
+            seen.append(compile_mode.traces(sys._getframe()))
             return x + 1
 
     torch.fx.symbolic_trace(Looking())

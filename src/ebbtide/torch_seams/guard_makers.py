@@ -41,11 +41,11 @@ def guard_at(
     if not _is_new((source.name, kind)):
         return
 
-    def unguarded(builder: Any, guard: Any) -> None:
+    def install(builder: Any, guard: Any) -> None:
         check, find = check_of(builder.get(guard)), finder(source.name, builder.scope["G"])
         _add(builder, guard, lambda in_locals: check(find(in_locals)), f"{says}: {source.name}")
 
-    install_guard(source.make_guard(unguarded))
+    install_guard(source.make_guard(install))
 
 
 def finder(name: str, in_globals: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
@@ -70,11 +70,11 @@ def guard_anywhere(kind: object, says: str, check: Callable[[Mapping[str, Any], 
     if not _is_new(kind):
         return
 
-    def unguarded(builder: Any, guard: Any) -> None:
+    def install(builder: Any, guard: Any) -> None:
         in_globals = builder.scope["G"]
         _add(builder, guard, lambda in_locals: check(in_locals, in_globals), says)
 
-    install_guard(GlobalStateSource().make_guard(unguarded))
+    install_guard(GlobalStateSource().make_guard(install))
 
 
 def _add(builder: Any, guard: Any, check: Callable[[Mapping[str, Any]], bool], says: str) -> None:

@@ -1,4 +1,4 @@
-"""Of ``unguarded``, ``unguarded_code`` and ``own_guards``: what a trace has read is asked again.
+"""Of ``extra_guards``, ``code_guards`` and ``guard_makers``: what a trace has read is asked again.
 
 A patch whose place is gone from torch is left out without a word, since releases differ in what they need. What it was
 for is tried out here, definition by definition.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.torch_seams import dynamo, unguarded
+from ebbtide.torch_seams import dynamo, extra_guards
 from ebbtide.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -24,7 +24,7 @@ def _asked_again(read: Callable[[torch.Tensor], torch.Tensor], changes: Mapping[
     """After each of ``changes``, by what they change, ``read`` that is compiled gives what it gives as it is."""
     step, one = torch.compile(read, backend="eager", fullgraph=True, dynamic=False), torch.ones(())
     try:
-        with unguarded.unguarded_guarded():
+        with extra_guards.extra_guards():
             step(one)
             for what, change in changes.items():
                 change()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from at_once import at_once
-from ebbtide.turns import Turns
+from ebbtide.deferred_queue import DeferredQueue
 
 
 class _Object:
@@ -25,21 +25,21 @@ def _ends(work: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("begin", ["now", "do"])
 def test_what_a_finalizer_brings_is_done_after_what_it_interrupts(begin: str) -> None:
-    turns, done = Turns(), list[str]()
+    queue, done = DeferredQueue(), list[str]()
     garbage = [_Object()]
-    weakref.finalize(garbage[0], turns.do, lambda: done.append("brought"))
+    weakref.finalize(garbage[0], queue.do, lambda: done.append("brought"))
 
     def work() -> None:
         done.append("begun")
         garbage.clear()
         done.append("ended")
 
-    assert _ends(lambda: getattr(turns, begin)(work))
+    assert _ends(lambda: getattr(queue, begin)(work))
     assert done == ["begun", "ended", "brought"]
 
 
 def test_what_an_interrupt_ends_is_done_when_its_thread_comes_next() -> None:
-    turns, done = Turns(), list[str]()
+    queue, done = DeferredQueue(), list[str]()
     errors = [KeyboardInterrupt()]
 
     def piece() -> None:
@@ -48,25 +48,25 @@ def test_what_an_interrupt_ends_is_done_when_its_thread_comes_next() -> None:
         done.append("piece")
 
     with pytest.raises(KeyboardInterrupt):
-        turns.do(piece)
-    assert turns.now(lambda: list(done)) == ["piece"]
+        queue.do(piece)
+    assert queue.now(lambda: list(done)) == ["piece"]
 
 
 def test_what_work_raises_lets_others_in() -> None:
-    turns, done = Turns(), list[str]()
+    queue, done = DeferredQueue(), list[str]()
 
     def fail() -> None:
-        turns.do(lambda: done.append("brought"))
+        queue.do(lambda: done.append("brought"))
         raise ValueError("of the work")
 
     with pytest.raises(ValueError, match="of the work"):
-        turns.now(fail)
-    assert _ends(lambda: turns.do(lambda: done.append("next")))
+        queue.now(fail)
+    assert _ends(lambda: queue.do(lambda: done.append("next")))
     assert done == ["brought", "next"]
 
 
 def test_threads_take_turns() -> None:
-    turns, amid, most, done = Turns(), [0], [0], [0]
+    queue, amid, most, done = DeferredQueue(), [0], [0], [0]
 
     def piece() -> None:
         amid[0] += 1
@@ -76,15 +76,15 @@ def test_threads_take_turns() -> None:
 
     def work() -> None:
         for _ in range(2_000):
-            turns.do(piece)
-            turns.now(piece)
+            queue.do(piece)
+            queue.now(piece)
 
     at_once(4, work)
     assert (most[0], done[0]) == (1, 16_000)
 
 
 def test_each_piece_is_done_by_the_thread_that_brings_it() -> None:
-    turns, wrong = Turns(), list[int]()
+    queue, wrong = DeferredQueue(), list[int]()
 
     def work() -> None:
         here = threading.get_ident()
@@ -94,7 +94,7 @@ def test_each_piece_is_done_by_the_thread_that_brings_it() -> None:
                 wrong.append(here)
 
         for _ in range(3_000):
-            turns.do(piece)
+            queue.do(piece)
 
     at_once(4, work)
     assert not wrong

@@ -30,7 +30,7 @@ from ebbtide.step.op_traits import NAMESPACE, traits_of_op
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
 
-__all__ = ["NoRoom", "Room", "arguments_for", "free_bytes", "has_room", "within"]
+__all__ = ["NotProfiled", "ProfilingBudget", "arguments_for", "free_bytes", "may_take", "profiling_within"]
 
 SMALL_PART = 16
 """Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
@@ -42,50 +42,50 @@ _TRUSTED = ("aten", "prims", "mkldnn", "quantized", "ebbtide_cuda", NAMESPACE)
 """Namespaces whose schemas, and what is declared besides, are right about what is written to."""
 
 
-class NoRoom(Exception):
+class NotProfiled(Exception):
     """Definition 3."""
 
 
 @dataclass(frozen=True)
-class Room:
+class ProfilingBudget:
     """Definition 1.
 
     Attributes:
         free_bytes: of the budget, 0 where nothing is; ``None`` if it is not known yet.
         lenders: tensors that are resident.
         strict: by definition 2.
-        trial_bytes: of the budget that a refusal names, by definition 2; 0 where none was refused.
+        refused_bytes: of the budget that a refusal names, by definition 2; 0 where none was refused.
         untried: what each op takes that has had no room, bytes.
-        unknown: what each fact about ops takes to find out that has had none (:func:`has_room`).
+        unknown_facts: what each fact about ops takes to find out that has had none (:func:`has_room`).
     """
 
     free_bytes: float | None = float("inf")
     lenders: Sequence[torch.Tensor] = field(default=(), repr=False)
     strict: bool = False
-    trial_bytes: float = 0
+    refused_bytes: float = 0
     untried: list[float] = field(default_factory=list[float], repr=False, compare=False)
-    unknown: list[float] = field(default_factory=list[float], repr=False, compare=False)
+    unknown_facts: list[float] = field(default_factory=list[float], repr=False, compare=False)
 
     def holds(self, needs_bytes: float) -> bool:
         """Whether an op that takes so much may be tried out, for all that is known."""
-        return self.free_bytes is None or needs_bytes <= max(self.free_bytes, self.trial_bytes)
+        return self.free_bytes is None or needs_bytes <= max(self.free_bytes, self.refused_bytes)
 
 
 class _Current(threading.local):
-    room = Room()
+    budget = ProfilingBudget()
 
 
 _current = _Current()
 
 
 @contextmanager
-def within(room: Room) -> Iterator[Room]:
-    """While open, this thread tries ops out in ``room``, which it gives."""
-    before, _current.room = _current.room, room
+def profiling_within(budget: ProfilingBudget) -> Iterator[ProfilingBudget]:
+    """While open, this thread tries ops out in ``budget``, which it gives."""
+    before, _current.budget = _current.budget, budget
     try:
-        yield room
+        yield budget
     finally:
-        _current.room = before
+        _current.budget = before
 
 
 def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -94,7 +94,7 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     Raises:
         NoRoom: by definition 3.
     """
-    room = _current.room
+    room = _current.budget
     specs = [each for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, TensorSpec)]
     needs = sum(map(_bytes, (*specs, *call.outputs)))
     borrowed: dict[int, torch.Tensor] = {}
@@ -106,8 +106,8 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
         unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
         if not room.holds(needs) and (room.strict or room.holds(needs - unable)):
             room.untried.append(needs)
-            raise NoRoom(f"{call.signature} takes {needs} bytes, {room.free_bytes} are free")
-    made = iter([_made(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
+            raise NotProfiled(f"{call.signature} takes {needs} bytes, {room.free_bytes} are free")
+    made = iter([_tensor(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
 
     def fill(value: object) -> object:
         return next(made) if isinstance(value, TensorSpec) else value
@@ -176,7 +176,7 @@ def _lends(lender: torch.Tensor, spec: TensorSpec) -> bool:
     return (lender.dtype, lender.device.type, lender.layout) == (spec.dtype, spec.device, torch.strided)
 
 
-def _made(spec: TensorSpec, lender: torch.Tensor | None) -> torch.Tensor:
+def _tensor(spec: TensorSpec, lender: torch.Tensor | None) -> torch.Tensor:
     if lender is not None:
         tensor = torch.empty(0, dtype=spec.dtype, device=lender.device)
         tensor = tensor.set_(lender.untyped_storage(), 0, spec.shape, spec.stride)
@@ -207,16 +207,16 @@ def _drawing(device: str) -> torch.Generator:
     return torch.Generator(device)
 
 
-def has_room(needs_bytes: float, *, matters: bool = True) -> bool:
+def may_take(needs_bytes: float, *, matters: bool = True) -> bool:
     """Whether this thread may take so much to find something out; if not, and it ``matters``, it is noted."""
-    room = _current.room
+    room = _current.budget
     found = room.holds(needs_bytes)
     if not found and matters:
-        room.unknown.append(needs_bytes)
+        room.unknown_facts.append(needs_bytes)
     return found
 
 
 def free_bytes() -> float:
     """What the room of this thread has, in bytes; infinity where there is no limit, or none is known yet."""
-    free = _current.room.free_bytes
+    free = _current.budget.free_bytes
     return float("inf") if free is None else free

@@ -16,7 +16,7 @@ from ebbtide.measurement.card_peaks import allocated_peak, give_back_peak, reset
 from ebbtide.measurement.cpu_allocations import AllocationRecorder, ProfilerActive
 from ebbtide.torch_seams.autograd import BackwardWatch, in_backward
 
-__all__ = ["BetweenGauge"]
+__all__ = ["UserWindowGauge"]
 
 # Blocks of these sizes, each taken and given back at once, mark the backward's start: few bytes, and nobody else's.
 _MARK_BYTES = (61, 53, 59, 47)
@@ -25,7 +25,7 @@ _END_BYTES = (47, 59, 53, 61)  # likewise, of the backward graph's return
 _END = [signed for size in _END_BYTES for signed in (size, -size)]
 
 
-class BetweenGauge:
+class UserWindowGauge:
     """Measures one step's user code between :meth:`begin` and :meth:`mark`, and from :meth:`returned` to :meth:`end`.
 
     Args:

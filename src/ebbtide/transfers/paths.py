@@ -20,7 +20,7 @@ from ebbtide.errors import TierError
 from ebbtide.transfers.slots import Slot
 from ebbtide.transfers.traffic import Traffic
 
-__all__ = ["MOST_FREE", "Copy", "Place", "Pool", "Way"]
+__all__ = ["MOST_FREE", "Block", "Copy", "Pool", "TransferPath"]
 
 MOST_FREE = 4
 """Regions of a tier that are kept for later steps."""
@@ -46,7 +46,7 @@ class Copy(Protocol):
         ...
 
 
-class Place(Protocol):
+class Block(Protocol):
     """Definition 1."""
 
     @property
@@ -64,7 +64,7 @@ class Place(Protocol):
         ...
 
 
-class Way(Protocol):
+class TransferPath(Protocol):
     """A tier that can be used.
 
     Attributes:
@@ -97,7 +97,7 @@ class Way(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Place)
+R = TypeVar("R", bound=Block)
 
 
 class Pool(Generic[R]):

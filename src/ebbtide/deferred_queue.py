@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Turns"]
+__all__ = ["DeferredQueue"]
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class _OfThread(threading.local):
@@ -18,7 +18,7 @@ class _OfThread(threading.local):
         self.pieces: deque[Callable[[], None]] = deque()
 
 
-class Turns:
+class DeferredQueue:
     """Pieces of work, one at a time, each in the thread that brings it.
 
     The garbage collector runs finalizers in whatever thread makes the next object, so maybe in the middle of work that
@@ -36,7 +36,7 @@ class Turns:
         """In a child: whoever was amid is not there."""
         self._mine, self._amid = threading.RLock(), threading.Lock()
 
-    def now(self, work: Callable[[], Found]) -> Found:
+    def now(self, work: Callable[[], Result]) -> Result:
         """What ``work`` returns or raises, at once. For what no finalizer calls."""
         self._sweep()  # what an interrupt has left
         try:

@@ -9,7 +9,7 @@ Dynamo guards what it has read, but for these, which get a guard of their own wh
 4. *Identity*: whether two objects that were compared are one.
 5. *Single values*: an attribute of a dictionary of a class of its own, or of a ``functools.partial``, a ``deque``'s
    ``maxlen``, the sign of a zero.
-6. *Code* (``unguarded_code``).
+6. *Code* (``code_guards``).
 
 What would be of the captured call alone is refused: how often a tensor has been written to, and an offloaded tensor.
 """
@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
+from ebbtide.torch_seams.code_guards import guard_classes, guard_code, of_builtins, of_functions, of_registers
+from ebbtide.torch_seams.guard_makers import PLAIN, Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
 from ebbtide.torch_seams.offloaded import is_offloaded
-from ebbtide.torch_seams.own_guards import PLAIN, Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
 from ebbtide.torch_seams.patches import Attribute, Item, wrapped
-from ebbtide.torch_seams.unguarded_code import guard_classes, guard_code, of_builtins, of_functions, of_registers
 
-__all__ = ["OFFLOADED_READ", "VERSION_READ", "unguarded_guarded"]
+__all__ = ["OFFLOADED_READ", "VERSION_READ", "extra_guards"]
 
 OFFLOADED_READ = "a tensor is read that is offloaded in training steps, state of an optimizer (offload_optimizer=True)"
 """The text of a refusal: what is offloaded has another class, and the captured step would keep its memory."""
@@ -52,7 +52,7 @@ _Below = Callable[..., Any]
 
 
 @contextmanager
-def unguarded_guarded() -> Iterator[None]:
+def extra_guards() -> Iterator[None]:
     """While open, captures of this thread guard definitions 1 to 6."""
     from torch._dynamo import symbolic_convert, variables
     from torch._dynamo.output_graph import OutputGraph

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.torch_seams.own_guards import Held, guard_anywhere, of_this_trace
+from ebbtide.torch_seams.guard_makers import Held, guard_anywhere, of_this_trace
 
 __all__ = ["guard_classes", "guard_code", "of_builtins", "of_functions", "of_registers"]
 

@@ -1,0 +1,399 @@
+"""Pending steps: forwards whose backward has not come.
+
+1. A step is *pending* from its forward until its backward begins or its autograd node is gone; the node is what knows,
+   since user code may drop the outputs or keep them. A backward that retains its graph leaves the step *retained*,
+   until another backward does not or the node is gone.
+2. What a pending or retained step keeps (``Executable.leaves_bytes``) is resident for whatever starts meanwhile.
+   Ctrl-C may come in the finalizer that says that the node is gone; whoever looks for pending steps sees to those.
+3. A pending step that another forward of its model joins is *disturbed*: nothing is measured in it any more, and a
+   failed proof puts nothing back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ebbtide.cost.cache import product_precisions
+from ebbtide.engine.derivatives import refuse_second_derivative
+from ebbtide.engine.executable import Executable
+from ebbtide.engine.hook_order import keep_order
+from ebbtide.engine.key import CallSlot
+from ebbtide.engine.step_handles import ANY_STEP
+from ebbtide.engine.unused import note_arrived
+from ebbtide.errors import CaptureError
+from ebbtide.measurement.leftovers import leave, watches_of
+from ebbtide.measurement.peak import StepGauge
+from ebbtide.measurement.user_window import UserWindowGauge
+from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
+from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
+from ebbtide.torch_seams.autograd import is_function_node, saved_by
+from ebbtide.torch_seams.storages import StorageWatch
+from ebbtide.torch_seams.trees import tree_leaves
+from ebbtide.transfers.arena import Arena
+
+__all__ = [
+    "PendingStep",
+    "PendingSteps",
+    "kept_bytes",
+    "kept_inputs",
+    "pending_around",
+    "pending_step",
+    "pending_steps_of",
+    "returned_tensors",
+]
+
+_MOST_UNSEEN = 64
+_CHANGED = re.compile(r"modified by an inplace operation: \[([^\]]*\])")
+_numbers = itertools.count(1)  # 0 is step_handles.ANY_STEP
+# Of all models, by number: those whose autograd node is alive, and of these the ones that keep what they saved. Who
+# collects losses keeps thousands of nodes alive: only the second is ever walked.
+_with_node: dict[int, PendingStep] = {}
+_keeping: dict[int, PendingStep] = {}
+
+
+_NO_SLOT = CallSlot(None, 0)
+
+
+@dataclass(slots=True)
+class Overlap:
+    """Which calls start between a forward and its backward.
+
+    Attributes:
+        call_slot: key of the step's own call, and how many steps of its model were pending when it started.
+        planned_for: slots of the calls that the plan has room for.
+        started_since: slots of those that have started.
+    """
+
+    call_slot: CallSlot = _NO_SLOT
+    planned_for: frozenset[CallSlot] = frozenset()
+    started_since: set[CallSlot] = field(default_factory=set[CallSlot])
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What a pending step keeps alive or watches.
+
+    Attributes:
+        capture: of the step. AOTAutograd compiles a backward when it first comes, also after the model is let go.
+        inputs: watches the arguments of its call, which are saved for the backward whoever else drops them.
+        returned: watches what the forward returned.
+        arena: holds what its forward has moved to other tiers.
+    """
+
+    capture: object = None
+    inputs: Sequence[StorageWatch] = ()
+    returned: list[StorageWatch] = field(default_factory=list[StorageWatch])
+    arena: Arena | None = None
+
+
+@dataclass(slots=True)
+class Measuring:
+    """What is found out while a step runs; a disturbed step gives all of it up.
+
+    Attributes:
+        gauge: records the peak of the step.
+        window_gauge: measures user code between forward and backward.
+        restore: puts buffers and random state back to where they were before the forward.
+    """
+
+    gauge: StepGauge | None = None
+    window_gauge: UserWindowGauge | None = None
+    restore: Callable[[], None] | None = None
+
+    def end_window(self) -> None:
+        """What user code takes from here on is not measured."""
+        if self.window_gauge is not None:
+            self.window_gauge.end()
+            self.window_gauge = None
+
+    def give_up(self) -> None:
+        """By definition 3."""
+        self.gauge = self.restore = None
+        self.end_window()
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class PendingStep:
+    """One forward and its backward.
+
+    Attributes:
+        executable: what runs; ``None`` while a compiled step is asked whether its guards hold.
+        siblings: the pending steps of its model.
+        overlap: calls that start while it is pending.
+        holdings: what it keeps.
+        optimizer: that runs in the backward of its model's steps.
+        hooked: whether saved-tensor hooks were active, so that its handle does not name it.
+        number: names it.
+        measuring: what is found out in it.
+        updates: what its backward updates, if it does.
+        ran: whether the forward ran.
+        node: its autograd node, once the forward has returned.
+        thread: that started it.
+    """
+
+    executable: Executable | None
+    siblings: PendingSteps
+    overlap: Overlap = field(default_factory=Overlap)
+    holdings: Holdings = field(default_factory=Holdings)
+    optimizer: OptimizerInBackward | None = None
+    hooked: bool = False
+    number: int = field(default_factory=_numbers.__next__)
+    measuring: Measuring = field(default_factory=Measuring)
+    updates: BackwardUpdates | None = None
+    ran: bool = False
+    node: weakref.ref[Any] | None = None
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def handle(self) -> int:
+        """The number that the backward reads from what the forward saved (``step_handles``)."""
+        return ANY_STEP if self.hooked else self.number
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether its forward has returned and its backward has not begun."""
+        return self.number in self.siblings.by_number
+
+    @property
+    def proves(self) -> bool:
+        """Whether its executable is being proven on it."""
+        return self.executable is not None and self.executable.first_runs.proving == self.handle
+
+    def register(self, outputs: object) -> None:
+        """The forward has returned ``outputs``: pending until the backward begins or the graph is gone."""
+        tensors = list(returned_tensors(outputs))
+        returned = self.holdings.returned = watches_of(tensors)
+        node = _own_node(tensors)
+        if node is None or self.hooked:
+            self.siblings.backwards += 1
+        if node is None:
+            leave(returned)
+            self.siblings.without_node.append(self)
+            return
+        _with_node[self.number] = _keeping[self.number] = self.siblings.by_number[self.number] = self
+        self.node = weakref.ref(node)
+        weakref.finalize(node, _abandon_dead, self.number).atexit = False
+        node.register_prehook(_refuse_autocast)
+        node.register_prehook(functools.partial(_refuse_other_products, _products()))
+        node.register_prehook(note_arrived)
+        if self.executable is not None:
+            node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
+        node.register_hook(refuse_second_derivative)
+        if not self.hooked:  # whose hooks would unpack everything once more
+            node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
+
+    def retire(self, *, retained: bool = False) -> None:
+        """Its backward begins, or its graph is gone. Once it keeps nothing, what lives of its outputs is left over."""
+        self.siblings.by_number.pop(self.number, None)
+        if not retained and _keeping.pop(self.number, None) is not None:
+            leave(self.holdings.returned)
+            self.holdings.returned = []
+
+    def abandon(self) -> None:
+        """It came to nothing: its forward raised, or its graph is gone."""
+        executable = self.executable
+        if executable is not None and executable.first_runs.proving == self.handle:
+            executable.first_runs.proving = None
+        self.retire()
+        self.measuring.end_window()
+        if self.holdings.arena is not None:
+            self.holdings.arena.close()
+
+
+class Learner(Protocol):
+    """What is known of the model of some pending steps (``known_windows.KnownWindows``)."""
+
+    def expects_forwards(self, call_slot: CallSlot) -> bool:
+        """Whether another forward is known to start before the backward of a call of ``call_slot``."""
+        ...
+
+    def learn_forward(self, call_slot: CallSlot, other: CallSlot, window: Any) -> None:
+        """A call of ``other`` starts before the backward of one of ``call_slot``."""
+        ...
+
+    def learn_together(self, call_slot: CallSlot, other: CallSlot) -> None:
+        """A call of ``call_slot`` and one of ``other``, which started later, train together."""
+        ...
+
+    def learn_retained(self, call_slot: CallSlot, *, again: bool) -> bool:
+        """A backward of a call of ``call_slot`` retains its graph, or comes ``again``; whether that is news."""
+        ...
+
+
+class PendingSteps:
+    """The pending steps of one model.
+
+    Args:
+        knowledge: of the model.
+
+    Attributes:
+        backwards: how many have begun; of steps that their backwards may not name, how many forwards have returned.
+        by_number: the steps that are pending.
+        without_node: steps whose node was not found in what the forward returned. Their executables are needed all the
+            same.
+    """
+
+    def __init__(self, knowledge: Learner | None = None) -> None:
+        self.knowledge = knowledge
+        self.backwards = 0
+        self.by_number: dict[int, PendingStep] = {}
+        self.without_node: deque[PendingStep] = deque(maxlen=_MOST_UNSEEN)
+
+    def __bool__(self) -> bool:
+        return bool(self.by_number)
+
+    def disturb(self) -> None:
+        """A forward of the model starts, or the model is not fitted any more."""
+        for each in list(self.by_number.values()):
+            each.measuring.give_up()
+
+
+def _keepers() -> list[PendingStep]:
+    """Pending and retained steps of all models."""
+    for each in list(_keeping.values()):
+        if each.node is not None and each.node() is None:
+            _with_node.pop(each.number, None)
+            each.abandon()
+    return list(_keeping.values())
+
+
+def pending_around(siblings: PendingSteps) -> list[PendingStep]:
+    """Pending steps, the oldest first: all of one model, and those of others that this thread started."""
+    here = threading.get_ident()
+    return [each for each in _keepers() if (each.siblings is siblings or each.thread == here) and each.is_pending]
+
+
+def kept_bytes() -> int:
+    """What pending steps of all models keep (definition 2)."""
+    return sum(each.executable.leaves_bytes for each in _keepers() if each.executable is not None)
+
+
+def kept_inputs() -> dict[int, int]:
+    """Bytes of the arguments that they were called with, as far as they live still, by key of the storage."""
+    watches = (watch for each in _keepers() for watch in each.holdings.inputs)
+    return {watch.key: watch.bytes for watch in watches if watch.alive}
+
+
+def learn_together(pending: PendingStep | None) -> None:
+    """A backward begins, of ``pending`` if it can be told: tell models which forwards train together."""
+    for each in list(_keeping.values()):
+        knowledge, others = each.siblings.knowledge, each.overlap.started_since
+        if knowledge is None:
+            continue
+        if pending is not None and each is not pending:
+            others = others & {pending.overlap.call_slot}
+        for other in others:
+            knowledge.learn_together(each.overlap.call_slot, other)
+
+
+def pending_step(number: int) -> PendingStep | None:
+    """The step of that number, if its node is alive."""
+    return _with_node.get(number)
+
+
+def pending_steps_of(executable: Executable) -> list[PendingStep]:
+    """All pending steps that run the code of ``executable``."""
+    return [
+        each
+        for each in _keepers()
+        if each.executable is not None and each.executable.code is executable.code and each.is_pending
+    ]
+
+
+def _abandon_dead(number: int) -> None:
+    """The node of a step is gone. Runs wherever the last reference goes, so it must not raise."""
+    pending = _with_node.pop(number, None)
+    if pending is not None:
+        pending.abandon()
+
+
+def _refuse_autocast(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    """Refuse a backward inside of ``torch.autocast``, where eager would cast what the captured backward does not.
+
+    Asked before the step's node runs: AOTAutograd turns autocast off around a captured backward.
+    """
+    device = next((each.device.type for each in gradients if each is not None), "cpu")
+    if torch.is_autocast_enabled(device):
+        raise CaptureError(
+            "backward() was called inside of torch.autocast, and the step was captured for a backward outside of it. "
+            "No gradient of this step was handed out",
+            remedy="leave the autocast block before loss.backward(), as PyTorch advises",
+        )
+
+
+def _products() -> tuple[object, ...]:
+    """Settings by which kernels compute products of float32, and what they take for that."""
+    return (*product_precisions(), bool(torch.backends.mkldnn.enabled))
+
+
+def _refuse_other_products(forward: tuple[object, ...], _: Any) -> None:
+    """Refuse a backward whose products are computed otherwise than its forward's.
+
+    What runs again would have other bits than eager's forward gave, and the plan counts on what the forward's kernels
+    take.
+    """
+    if _products() != forward:
+        raise CaptureError(
+            "how products of float32 are computed (torch.set_float32_matmul_precision, "
+            "torch.backends.*.fp32_precision, torch.backends.mkldnn.enabled) has been changed between the forward and "
+            f"its backward, from {_in_words(forward)} to {_in_words(_products())}, and the step was planned for one. "
+            "No gradient of this step was handed out",
+            remedy="change it between steps: each setting has a plan of its own",
+        )
+
+
+def _in_words(settings: tuple[object, ...]) -> str:
+    return ", ".join(map(str, settings))
+
+
+def _refuse_changed_inputs(node: weakref.ref[Any], _: Any) -> None:
+    """Say whose doing it is that something saved was written to since, before autograd says that it was."""
+    try:
+        saved_by(node())
+    except RuntimeError as error:
+        said = _CHANGED.search(str(error))
+        if said is None:
+            return  # autograd has the word
+        raise CaptureError(
+            f"an input, parameter or buffer of the step, a {said[1]}, has been modified by an inplace operation "
+            "between its forward and its backward, which computes with what it was; where eager does not, it has kept "
+            "what followed from it. No gradient of this step was handed out",
+            remedy="write to it after the backward (copy_ into a static batch, buffers that follow the weights), or "
+            "give the forward a copy (x.clone())",
+        ) from error
+
+
+def returned_tensors(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
+    """Tensors of what a forward returned, in objects that torch's containers do not know as well."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, type | torch.nn.Module):
+            slots = (vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__)
+            names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
+            held = [getattr(leaf, name, None) for name in names if name not in {"__dict__", "__weakref__"}]
+            for value in (*held, *getattr(leaf, "__dict__", {}).values()):
+                yield from returned_tensors(value, depth - 1)
+
+
+def _own_node(outputs: list[torch.Tensor]) -> Any:
+    """The node of the step itself in the graph of what its forward returned: views of its results hang below it."""
+    nodes: list[Any] = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen: set[Any] = set()
+    for node in nodes:
+        if is_function_node(node):
+            return node
+        if node not in seen:
+            seen.add(node)
+            nodes.extend(below for below, _ in node.next_functions if below is not None)
+    return None
