@@ -242,7 +242,8 @@ from ebbtide import files
 path = Path(sys.argv[1])
 print("on", flush=True)
 for n in range(int(sys.argv[2])):
-    files.keep(path, path.with_name("lock"), lambda: {**(files.kept(path) or {}), f"{sys.argv[3]}.{n}": "x" * 2000})
+    saved = lambda: files.read_saved(path) or {}
+    files.keep(path, path.with_name("lock"), lambda: {**saved(), f"{sys.argv[3]}.{n}": "x" * 2000})
 """
 
 

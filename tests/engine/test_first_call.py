@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.cost import profile, room
+from ebbtide.cost import profile, profiling_budget
 from ebbtide.cost.call import Call, TensorSpec
 from ebbtide.cost.profile import profile_calls
 from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
@@ -136,7 +136,7 @@ def taken(call: Call, there: ProfilingBudget) -> int:
 
         def counted(made_for: Call) -> Any:
             with ebbtide.measure() as arguments:
-                result = room.arguments_for(made_for)
+                result = profiling_budget.arguments_for(made_for)
             made.append(arguments.above_bytes)
             return result
 

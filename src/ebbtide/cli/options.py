@@ -82,7 +82,7 @@ class CommandRequest:
 def with_options(
     *, without: Iterable[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with the options of :data:`OPTIONS` in the place of its argument ``request``, a :class:`CommandRequest`.
+    """A command with the options of :data:`OPTIONS` in the place of its ``request``, a :class:`CommandRequest`.
 
     Args:
         without: options that it does not take.

@@ -1,8 +1,8 @@
 """Where ops are tried out: in what is free of the budget, on memory that is resident anyway where that is little.
 
-1. The *room* of a thread is what its first call may take besides what is resident. Outside of a fitted model's call
+1. The *profiling budget* of a thread is what its first call may take besides what is resident. Outside of a fitted model's call
    there is no limit. Of a budget that is a share it is not known before the capture: all borrow what they can then.
-2. An op that takes a small part of the room gets inputs of its own. Another one *borrows*: its inputs, the largest
+2. An op that takes a small part of that gets inputs of its own. Another one *borrows*: its inputs, the largest
    first, lie in the memory of resident tensors of the same type, which a kernel only reads. With as many borrowed as
    can be, what it takes besides is no more than it takes in the step itself, so a budget under which there is any
    plan is kept; where there is none, the refusal has to name what the op takes, so it is tried out all the same.
@@ -33,7 +33,7 @@ from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
 __all__ = ["NotProfiled", "ProfilingBudget", "arguments_for", "free_bytes", "may_take", "profiling_within"]
 
 SMALL_PART = 16
-"""Of the room, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
+"""Of the profiling budget, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
 _SINGLE_BYTES = 512
 """What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
 _PIVOTS = ("pivots", "LU_pivots")
@@ -55,8 +55,8 @@ class ProfilingBudget:
         lenders: tensors that are resident.
         strict: by definition 2.
         refused_bytes: of the budget that a refusal names, by definition 2; 0 where none was refused.
-        untried: what each op takes that has had no room, bytes.
-        unknown_facts: what each fact about ops takes to find out that has had none (:func:`has_room`).
+        untried: what each op takes that it had no room for, bytes.
+        unknown_facts: what each fact about ops takes to find out that it had no room for (:func:`may_take`).
     """
 
     free_bytes: float | None = float("inf")
@@ -94,19 +94,19 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     Raises:
         NoRoom: by definition 3.
     """
-    room = _current.budget
+    budget = _current.budget
     specs = [each for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, TensorSpec)]
     needs = sum(map(_bytes, (*specs, *call.outputs)))
     borrowed: dict[int, torch.Tensor] = {}
-    if room.free_bytes is None or needs > room.free_bytes / SMALL_PART:
+    if budget.free_bytes is None or needs > budget.free_bytes / SMALL_PART:
         lent = _arguments_that_borrow(call)
         able = [position for position, spec in enumerate(specs) if position in lent and _may_borrow(spec)]
-        borrowed = _borrowed(specs, able, room.lenders)
+        borrowed = _borrowed(specs, able, budget.lenders)
         needs -= sum(_bytes(specs[position]) for position in borrowed)
         unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
-        if not room.holds(needs) and (room.strict or room.holds(needs - unable)):
-            room.untried.append(needs)
-            raise NotProfiled(f"{call.signature} takes {needs} bytes, {room.free_bytes} are free")
+        if not budget.holds(needs) and (budget.strict or budget.holds(needs - unable)):
+            budget.untried.append(needs)
+            raise NotProfiled(f"{call.signature} takes {needs} bytes, {budget.free_bytes} are free")
     made = iter([_tensor(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
 
     def fill(value: object) -> object:
@@ -209,14 +209,14 @@ def _drawing(device: str) -> torch.Generator:
 
 def may_take(needs_bytes: float, *, matters: bool = True) -> bool:
     """Whether this thread may take so much to find something out; if not, and it ``matters``, it is noted."""
-    room = _current.budget
-    found = room.holds(needs_bytes)
+    budget = _current.budget
+    found = budget.holds(needs_bytes)
     if not found and matters:
-        room.unknown_facts.append(needs_bytes)
+        budget.unknown_facts.append(needs_bytes)
     return found
 
 
 def free_bytes() -> float:
-    """What the room of this thread has, in bytes; infinity where there is no limit, or none is known yet."""
+    """What this thread may take, in bytes; infinity where there is no limit, or none is known yet."""
     free = _current.budget.free_bytes
     return float("inf") if free is None else free

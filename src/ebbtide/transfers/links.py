@@ -5,7 +5,7 @@
 2. ``compute_share`` is by how much a computation of one thread slows down while the lane copies, as a share of the
    lane's seconds: 0 where another core and enough of the memory's bandwidth are free.
 3. What was measured is kept in the user's cache directory, by directory and threads, and measured again after a week or
-   by ``ebbtide calibrate``. The file is trusted as little as any (``files.kept``).
+   by ``ebbtide calibrate``. The file is trusted as little as any (``files.read_saved``).
 4. Whatever a measurement says, the rates of a transfer are those of the page cache as long as the machine has memory
    for it; a busy disk is slower.
 5. The link of a card to the host is measured by the card (``host_link``) and kept by its name; a card that reaches a
