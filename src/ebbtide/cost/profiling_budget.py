@@ -1,15 +1,16 @@
 """Where ops are tried out: in what is free of the budget, on memory that is resident anyway where that is little.
 
-1. The *profiling budget* of a thread is what its first call may take besides what is resident. Outside of a fitted model's call
-   there is no limit. Of a budget that is a share it is not known before the capture: all borrow what they can then.
+1. The *profiling budget* of a thread is what its first call may take besides what is resident. Outside of a fitted
+   model's call there is no limit. Of a budget that is a share it is not known before the capture: all borrow what they
+   can then.
 2. An op that takes a small part of that gets inputs of its own. Another one *borrows*: its inputs, the largest
    first, lie in the memory of resident tensors of the same type, which a kernel only reads. With as many borrowed as
    can be, what it takes besides is no more than it takes in the step itself, so a budget under which there is any
    plan is kept; where there is none, the refusal has to name what the op takes, so it is tried out all the same.
    Where another program may have a plan (*strict*), it is not tried out, unless the budget was refused: what a
-   refusal names has to hold when it is asked for, so ops are tried out in what the named budget leaves (*trial*).
+   refusal names has to hold when it is asked for, so ops are tried out in what the named budget leaves (*refused*).
 3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
-   neither borrows. An op that would have to is not tried out (:class:`NoRoom`).
+   neither borrows. An op that would have to is not tried out (:class:`NotProfiled`).
 4. What is made up is the same for all tensors of one shape and type, so what an op of a rewrite guesses is right where
    it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find differs, and
    they take next to nothing. Nor does what an op says to write over, or to want small (``step.op_traits``).
@@ -33,7 +34,7 @@ from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
 __all__ = ["NotProfiled", "ProfilingBudget", "arguments_for", "free_bytes", "may_take", "profiling_within"]
 
 SMALL_PART = 16
-"""Of the profiling budget, what inputs and outputs may take for definition 2; the workspace is not known before a run."""
+"""Of the profiling budget, what inputs and outputs may take by definition 2; workspace is not known before a run."""
 _SINGLE_BYTES = 512
 """What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
 _PIVOTS = ("pivots", "LU_pivots")
