@@ -76,7 +76,8 @@ def signals_wait(why: str = _TRACING) -> Generator[None]:
     block = _Block(why)
     laid: dict[int, _Waiting] = {}
     try:
-        for number, theirs in zip(_NUMBERS, map(_handler_of, _NUMBERS), strict=True):
+        for number in _NUMBERS:
+            theirs = _handler_of(number)
             if callable(theirs) and not (isinstance(theirs, _Waiting) and theirs.waits):
                 laid[number] = _Waiting(block, theirs)
                 with suppress(ValueError):  # an interpreter beside the main one may not
