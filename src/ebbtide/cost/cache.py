@@ -52,7 +52,7 @@ def product_precisions() -> tuple[str, str]:
     Read per backend: torch's own question for all raises where these differ.
     """
     backends = torch.backends.mkldnn, torch.backends.cuda
-    cpu, card = (str(each.matmul.fp32_precision).replace("none", _EXACT) for each in backends)  # none is said: ieee
+    cpu, card = [str(each.matmul.fp32_precision).replace("none", _EXACT) for each in backends]  # none is said: ieee
     return cpu, card
 
 

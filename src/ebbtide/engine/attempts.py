@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ebbtide.cost.profiling_budget import ProfilingBudget
 from ebbtide.engine.call_context import CallContext
@@ -43,23 +43,23 @@ class Attempts:
         first: whether nothing was tried yet.
     """
 
-    rejected: list[Step] = field(default_factory=list[Step])
+    rejected: tuple[Step, ...] = ()
     refused: BudgetError | None = None
     profiling: ProfilingBudget | None = None
     first: bool = True
-    _counted: list[Again] = field(default_factory=list[Again])
+    _counted: tuple[Again, ...] = ()
 
     def may(self, why: Again) -> bool:
         """Whether the call is tried once more, for this reason; counts it."""
         if self._counted.count(why) >= why.most or len(self._counted) >= _MOST:
             return False
-        self._counted.append(why)
+        self._counted += (why,)
         return True
 
     def reject(self, step: Step, steps: CapturedSteps, now: CallContext) -> None:
         """Note that ``step`` does not serve the call."""
         steps.reject(step, now)
-        self.rejected.append(step)
+        self.rejected += (step,)
 
     def count_stale(self, error: CaptureError, *, fresh: bool) -> None:
         """Begin again with all steps, if the one whose guards did not hold was captured for this very call (``fresh``).
@@ -74,4 +74,4 @@ class Attempts:
                 f"it was captured, and when it was to run it was another step: {error}",
                 remedy="let nothing change the model, or what its branches look at, while a training call runs",
             ) from error
-        self.rejected.clear()
+        self.rejected = ()

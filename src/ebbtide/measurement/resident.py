@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 
+_CONTAINERS = (list, tuple, set, frozenset)  # not `list | ...`, which is made anew at every question
+
+
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
     """Every tensor with memory reachable from ``root``: a module, an optimizer, a tensor, or a container of these."""
     if isinstance(root, torch.Tensor):
@@ -56,11 +59,11 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
         for each in optimizers_in(root):
             yield from tensors_in(held_by(each))
             yield from tensors_in([group["params"] for group in each.param_groups])
+    elif isinstance(root, _CONTAINERS):
+        for value in root:
+            yield from tensors_in(value)
     elif isinstance(root, Mapping):
         for value in root.values():
-            yield from tensors_in(value)
-    elif isinstance(root, list | tuple | set | frozenset):
-        for value in root:
             yield from tensors_in(value)
 
 

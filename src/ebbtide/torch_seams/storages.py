@@ -100,9 +100,8 @@ def modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def parameters_in(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters of ``module`` and its children, each once."""
-    own = (parameter for each in modules_in(module) for parameter in each._parameters.values())
-    return [*{id(each): each for each in own if each is not None}.values()]
+    """The parameters of ``module`` and its children; one that two modules share comes twice."""
+    return [own for each in modules_in(module) for own in each._parameters.values() if own is not None]
 
 
 def held_in(module: torch.nn.Module) -> Iterator[torch.Tensor]:
