@@ -69,7 +69,7 @@ class BudgetError(EbbtideError, ValueError):
 
     Attributes:
         budget_bytes: the budget asked for, bytes of peak.
-        floor_bytes: a proven lower bound on budgets of schedules with first runs and boundary as captured, bytes.
+        floor_bytes: a proven lower bound on budgets of schedules with PyTorch's op order and boundary, bytes.
         smallest_bytes: the least budget for which a schedule was found, bytes; only this one is workable.
         resident_bytes: bytes that are resident at the step's start, whatever the plan, and the allocator's reserve.
         resident_parts: what these are made of, bytes by kind in words, such as ``"weights"``.

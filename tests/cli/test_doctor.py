@@ -89,7 +89,7 @@ doctor for tiny: the step is one graph
   peak       3.04 KiB unplanned: 100 B resident, 2.94 KiB above
   resident   whatever the plan: 90 B (90 bytes) weights, 10 B (10 bytes) optimizer state
   smallest   2.45 KiB, 80.65 % of the peak: the least budget for which a plan was found
-  floor      2.45 KiB, 80.65 % of the peak: no plan with first runs and boundary as captured has a budget below; pinned by mm_1 (aten.mm.default) at net.py:7
+  floor      2.45 KiB, 80.65 % of the peak: no plan with PyTorch's op order and boundary has a budget below; pinned by mm_1 (aten.mm.default) at net.py:7
   counted    what the ops of the graph make; not parameters, inputs and optimizer, of which the graph says nothing
   random     1 x drop in drop at net.py:9: 16 B of generator state, so that reruns draw the same numbers
   run once   1 x scatter_add at net.py:10: 500 B kept until their last reader, since it sums with atomics, so that the last bits may differ; torch.use_deterministic_algorithms(True) makes it repeatable
@@ -127,7 +127,7 @@ by type of layer: live of theirs at the unplanned peak, and their predicted time
      0 B   0.00 %   3.00 s    7.00 s  62.50 %       1  Net
 
 the floor, 2.36 KiB above, pinned by mm_1 (aten.mm.default) at net.py:7
-     bytes    share  why it is there under any plan with first runs and boundary as captured
+     bytes    share  why it is there under any plan with PyTorch's op order and boundary
        4 B   0.17 %  forward outputs made before it
      200 B   8.31 %  gradients made before it
        4 B   0.17 %  gradients of the forward's outputs (tangents)

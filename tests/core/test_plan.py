@@ -133,7 +133,7 @@ takes while it runs
   bound      10.00 % (order: program, boundary: captured, tiers: none, costs: given), gap 34.44 %
   reruns     3 of 7 ops
   smallest   420 B, the least budget for which a plan was found
-  floor      400 B of any budget with first runs and boundary as captured, pinned by bb (aten.gelu_backward)"""
+  floor      400 B of any budget with PyTorch's op order and boundary, pinned by bb (aten.gelu_backward)"""
 
 
 def test_the_text_form_has_a_line_per_fact() -> None:

@@ -167,7 +167,7 @@ class Capture:
             raise CaptureError(
                 "a torch dispatch mode (FlopCounterMode, allow_mutation_on_saved_tensors, ...) is active, under which "
                 "torch compiles nothing, so this call cannot be planned",
-                remedy="leave the mode around training calls; count or trace under torch.no_grad(), or on a copy of "
+                remedy="exit the mode before training calls; count or trace under torch.no_grad(), or on a copy of "
                 "the model (copy.deepcopy), which is a plain one",
             ) from None
         if not pending.ran:

@@ -106,6 +106,9 @@ def _kernels_allowed() -> tuple[bool | str, ...]:
     return (
         bool(torch.backends.mkldnn.enabled),
         bool(torch.backends.cudnn.enabled),
+        bool(torch.backends.cudnn.benchmark),
+        bool(torch.backends.cudnn.deterministic),
+        torch.are_deterministic_algorithms_enabled(),
         cuda.math_sdp_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),

@@ -49,7 +49,7 @@ PROGRAM_ORDER = "order: program, boundary: captured, tiers: none, costs: given"
 boundary where it was captured among them; and the seconds of ops are those that the plan was made with."""
 FREE_ORDER = "order: free, boundary: free, tiers: none, costs: given"
 """Bound class: likewise, first runs and the boundary in any legal order."""
-AS_CAPTURED = "first runs and boundary as captured"
+AS_CAPTURED = "PyTorch's op order and boundary"
 """What :data:`PROGRAM_ORDER`, every floor and every refusal assume, in words for people."""
 
 

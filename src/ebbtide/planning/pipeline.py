@@ -429,12 +429,12 @@ def _budget_error(
             f"a budget of {format_allowed(budget)} ({budget} bytes) is too small{_if_a_share_is_meant(budget)}: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
             f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
-            f"{resident_sentence(parts)}. "
-            f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
-            f"which is pinned by {pin}. "
             f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "
             f"or {_less_besides(program, budget, options.resident_parts)}"
             + ("" if options.machine is None else _machines_for(smallest, options.machine))
+            + f". {resident_sentence(parts)}. "
+            f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
+            f"which is pinned by {pin}"
         )
     if interrupted:
         text += ". The search was interrupted: a longer one may find a plan within less"

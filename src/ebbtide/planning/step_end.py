@@ -124,7 +124,7 @@ def share_of_unplanned(needed_bytes: int, unplanned_bytes: int, reserve_bytes: i
     share = f"{format_share(needed_bytes, unplanned_bytes)} of the unplanned peak"
     if needed_bytes <= unplanned_bytes or not reserve_bytes:
         return share
-    return f"{share}, in which the reserve of {format_bytes(reserve_bytes)} ({reserve_bytes} bytes) is not counted"
+    return f"{share}: a plan keeps {format_bytes(reserve_bytes)} ({reserve_bytes} bytes) in reserve"
 
 
 def budget_to_ask_for(needed_bytes: int, unplanned_bytes: int, *, takes_shares: bool) -> str:

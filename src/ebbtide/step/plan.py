@@ -50,7 +50,7 @@ class PlanRecord:
         budget_bytes: bytes of the step's peak that it must stay within.
         resident_bytes: bytes that are resident at a step's start, optimizer state that is still to come among them.
         reserve_bytes: bytes kept free inside the budget for what the proof of the first step remembers.
-        floor_bytes: a proven lower bound on budgets of schedules with first runs and boundary as captured: on their
+        floor_bytes: a proven lower bound on budgets of schedules with PyTorch's op order and boundary: on their
             peak, and the reserve.
         floor_op: index of the op that pins the floor.
         smallest_bytes: the least budget for which a schedule was found, the reserve included.

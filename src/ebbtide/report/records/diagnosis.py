@@ -165,7 +165,7 @@ class Findings:
         resident_parts: what these are made of, bytes by kind; empty where nothing is known of them.
         reserve_bytes: bytes that a budget has to leave for the proof of the first step.
         baseline_peak_bytes: peak of the unplanned step, resident part included.
-        floor_bytes: no plan with first runs and boundary as captured gets below this; resident part and reserve
+        floor_bytes: no plan with PyTorch's op order and boundary gets below this; resident part and reserve
             included.
         smallest_bytes: the least budget for which a plan was found.
         random: ops that draw random numbers.

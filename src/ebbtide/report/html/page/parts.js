@@ -96,7 +96,7 @@ function floorPart(plan, box, show) {
   const { op, above, moment, parts } = plan.floor, { reserve, floor } = plan.bytes;
   const at = moment === "end" ? "the end of the step" : moment === "boundary" ? "the boundary, while user code runs"
     : op < plan.ops.name.length ? plan.opTold(op) : "nothing";
-  box.append(make("p", { text: `No schedule with first runs and boundary as captured takes less than ${bytesText(floor)}: that is what has to be in memory at ${at}.` }));
+  box.append(make("p", { text: `No schedule with PyTorch's op order and boundary takes less than ${bytesText(floor)}: that is what has to be in memory at ${at}.` }));
   const resident = plan.resident_parts.map(([kind, bytes]) => [`resident: ${kind}`.replace("resident: resident", "resident"), bytes, []]);
   const rows = [...resident, ["reserve for the proof of the first step", reserve, []], ...parts].filter(each => each[1] > 0);
   if (!parts.length && above > 0) rows.push(["what the step has in memory there", above, []]);
