@@ -1,9 +1,10 @@
-"""Is the house in order? Imports, sizes, the door, seconds of tests, captures, and the executor against older code.
+"""Is the house in order? Imports, sizes, the door, seconds of tests, captures; executor and planner against older code.
 
-    python benchmarks/structure.py [--only imports door captures executor ...] [--old COMMIT]
+    python benchmarks/structure.py [--only imports door captures executor planner ...] [--old COMMIT]
                                    [--measure quick test | --quick-seconds S --test-seconds S]
 
-``executor`` checks COMMIT out beside the working tree (``git worktree``) and lets both run in turns. Seconds of
+``executor`` and ``planner`` check COMMIT out beside the working tree (``git worktree``) and let both run in turns, on
+the models of ``path.py``. Seconds of
 ``make quick`` and ``make test`` are measured on demand or taken from what somebody has measured. A question that is
 run again replaces its own rows in ``benchmarks/results/structure.json``; the others' stay.
 """
@@ -23,17 +24,19 @@ from pathlib import Path
 from harness.children import emit, run_child
 from harness.origin import cases_of_this_version
 from harness.record import Record, Row, at_most, table
+from questions import version_pairs
 
 SEEDS = {"weights and inputs": 0, "order of turns": 0}
-NO_PEER = "It is about this code: its imports, its tests, and its executor against earlier ones of ours."
+NO_PEER = "It is about this code: its imports, its tests, and its executor and planner against earlier ones of ours."
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 OUT = BENCHMARKS / "results" / "structure.json"
-QUESTIONS = ("imports", "house", "door", "tests", "captures", "executor")
+VERSIONS = ("executor", "planner")
+QUESTIONS = ("imports", "house", "door", "tests", "captures", *VERSIONS)
 MOST_QUICK_SECONDS, MOST_TEST_SECONDS = 60.0, 720.0
-OLD = "1daf905"
-"""The last commit before the executor was written anew."""
+OLD = "8ec35e6"
+"""The last commit before the engine was put in order, when the package had another name."""
 
 
 def main() -> int:
@@ -68,9 +71,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=QUESTIONS, help="questions (default: all)")
     parser.add_argument("--release", action="store_true", help="leave out what was made with this version")
-    parser.add_argument("--old", default=OLD, metavar="COMMIT", help=f"to compare the executor with (default: {OLD})")
-    parser.add_argument("--cases", nargs="+", default=None, metavar="NAME", help="models of the question executor")
-    parser.add_argument("--rounds", type=int, default=None, help="of the question executor")
+    parser.add_argument("--old", default=OLD, metavar="COMMIT", help=f"to compare with (default: {OLD})")
+    parser.add_argument("--cases", nargs="+", default=None, metavar="NAME", help="models of executor and planner")
+    parser.add_argument("--turns", type=int, default=None, help="of each child in these questions")
     parser.add_argument("--measure", nargs="+", choices=("quick", "test"), default=[], help="run these make targets")
     parser.add_argument("--quick-seconds", type=float, help="what make quick took")
     parser.add_argument("--test-seconds", type=float, help="what make test took")
@@ -80,19 +83,18 @@ def _options() -> argparse.Namespace:
 
 
 def _title(question: str) -> str:
-    module = "executor_pair" if question == "executor" else question
-    return str(importlib.import_module(f"questions.{module}").TITLE)
+    if question in VERSIONS:
+        return version_pairs.TITLES[question]
+    return str(importlib.import_module(f"questions.{question}").TITLE)
 
 
 def _rows(question: str, options: argparse.Namespace) -> Iterator[Row]:
     if question == "tests":
         yield from _tests(options)
-    elif question == "executor":
-        from questions import executor_pair
-
+    elif question in VERSIONS:
         with _checked_out(options.old) as old:
-            cases = tuple(options.cases or executor_pair.CASES)
-            yield from executor_pair.compare(old / "src", ROOT / "src", cases, options.rounds or executor_pair.ROUNDS)
+            cases = tuple(options.cases or version_pairs.CASES)
+            yield from version_pairs.compare(question, old / "src", ROOT / "src", cases, options.turns)
     elif question in ("captures", "house"):  # counted in a process of its own
         rows: list[Row] = []
         with tempfile.TemporaryDirectory() as caches:
