@@ -236,3 +236,39 @@ def test_an_interrupt_while_the_compiler_is_imported_comes_once_it_is(monkeypatc
         assert Path(raised.traceback[-1].path).name == "signals.py", "it waited"
     finally:
         signal.signal(signal.SIGALRM, handler)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("failing", ["raises", "selects", "shape"])
+def test_a_batch_whose_capture_failed_is_let_go_before_the_next_step(failing: str, collects: bool) -> None:
+    """Whatever the collector does by itself: later steps peak where they did before."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.kind = torch.nn.Linear(64, 64), torch.nn.Linear(64, 8), ""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.kind == "raises":
+                raise ValueError("of the user's")
+            if self.kind == "selects":
+                x = x[x[:, 0] > 0]
+            return self.second(torch.relu(self.first(x))).square().mean()
+
+    model = ebbtide.fit(Model(), "2MiB", options=ebbtide.Options(effort=20))
+    for _ in range(3):
+        model(torch.randn(256, 64)).backward()
+    if not collects:
+        gc.disable()
+    try:
+        x = torch.randn(256, 64 if failing != "shape" else 32)
+        batch = weakref.ref(x)
+        model.kind = failing
+        with pytest.raises((ValueError, RuntimeError)):
+            model(x)
+        del x
+        model.kind = ""
+        model(torch.randn(256, 64)).backward()
+        assert batch() is None
+    finally:
+        gc.enable()

@@ -195,6 +195,26 @@ def test_another_budget(reasons: list[str]) -> None:
     assert reasons[1:] == ["planned again, since another budget was set"]
 
 
+def test_all_that_was_set_since_is_told(reasons: list[str]) -> None:
+    made = tower("100%")
+    backward(made)
+    clear(made)
+    ebbtide.set_budget(made, "1GiB")
+    ebbtide.set_optimizer(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    backward(made)
+    assert reasons[1:] == ["planned again, since another budget was set and another optimizer was set"]
+
+
+def test_what_never_had_a_plan_is_not_planned_again_for_a_setting(reasons: list[str]) -> None:
+    """A budget that was set before the first call of a shape is no reason for anything."""
+    made = tower("1GiB")
+    ebbtide.set_budget(made, 300)
+    for _ in range(2):
+        with pytest.raises(BudgetError):
+            backward(made)
+    assert not any("was set" in each for each in reasons)
+
+
 def test_a_loss_outside(reasons: list[str]) -> None:
     made = tower("1GiB", inside=False)
     for _ in range(3):

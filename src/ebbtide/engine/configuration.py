@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ebbtide.planning.pipeline import PlanningOptions
@@ -50,19 +50,25 @@ class Request:
         budget: of every step.
         given_plan: the plan to run, if the user gave one.
         number: of requests before this one.
-        news: what this one changes, for people; empty for the first.
+        changes: what was set since the first, in words, with the number of the last request that set it.
     """
 
     budget: Budget
     given_plan: Plan | None = None
     number: int = 0
-    news: str = ""
+    changes: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def with_budget(self, budget: Budget, plan: Plan | None) -> Request:
         """The request for another budget, or to run a plan."""
-        news = "another budget was set" if plan is None else "a plan was given"
-        return Request(budget, plan, self.number + 1, news)
+        return self._next("another budget was set" if plan is None else "a plan was given", budget, plan)
 
     def with_optimizer(self) -> Request:
         """The request to plan for another optimizer."""
-        return replace(self, number=self.number + 1, news="another optimizer was set")
+        return self._next("another optimizer was set", self.budget, self.given_plan)
+
+    def changed_since(self, number: int) -> str:
+        """What was set after the request of that number, for people."""
+        return " and ".join(text for text, last in self.changes.items() if last > number)
+
+    def _next(self, change: str, budget: Budget, plan: Plan | None) -> Request:
+        return Request(budget, plan, self.number + 1, {**self.changes, change: self.number + 1})

@@ -14,7 +14,6 @@ A call of which nothing takes a gradient has no step: the capture says so, and i
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,6 +45,7 @@ from ebbtide.engine.validity import Demand, Validity
 from ebbtide.errors import BudgetError, CaptureError, EbbtideError, InternalError, VerificationError
 from ebbtide.faults import forget_frames, own_faults
 from ebbtide.measurement.device import on_device_of
+from ebbtide.measurement.garbage import collect_after_failed_captures, collect_garbage, note_failed_capture
 from ebbtide.measurement.leftovers import forget_dead, leave, watches_of
 from ebbtide.measurement.libraries import take_workspaces
 from ebbtide.measurement.resident import device_of, tensors_in
@@ -55,7 +55,6 @@ from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
 from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import may_be_rewritten
-from ebbtide.signals import signals_wait
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.autograd import release_failed_backward
@@ -141,6 +140,7 @@ def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     refuse_transforms()
     release_failed_backward()
     note_planned_again()
+    collect_after_failed_captures()
     if model.gradient_watcher.watches:
         model.gradient_watcher.call_begins(parameters_in(call.module), first=not model.calls.planned)
     outside, inside = sys.exception(), model.optimizers.in_backward
@@ -294,6 +294,7 @@ def _capture(model: FittedModel, step: Step, call: Call, now: CallContext) -> bo
     except StaleCapture:
         raise
     except BaseException:
+        note_failed_capture()
         if piece.capture.is_made:  # it was captured when a signal came, which has waited; the next call needs no other
             model.steps.keep(step, now)
         raise
@@ -314,8 +315,7 @@ def _capture(model: FittedModel, step: Step, call: Call, now: CallContext) -> bo
 def _settled(model: FittedModel, step: Step, call: Call, now: CallContext) -> CallContext:
     """What surrounds ``call``, without what only its capture held, and with what libraries keep once they were used."""
     step.piece.capture.weigh_questions(call)
-    with signals_wait():  # the callbacks of what dies would swallow what a handler raises
-        gc.collect()  # what only garbage holds is not to be planned around
+    collect_garbage()  # what only that holds is not to be planned around
     forget_dead()
     captured = step.piece.captured
     if now.device == "cuda" and captured is not None and has_product(captured.program):

@@ -59,6 +59,7 @@ class Step:
         self._verify: bool | Literal["always"] = verify
         self._tiers = tiers or {}
         self._executables: list[Executable] = []  # used last comes last
+        self._planned_for: int | None = None  # the number of the request that it was planned for last
 
     def __repr__(self) -> str:
         if (plan := self.plan) is None:
@@ -151,7 +152,8 @@ class Step:
     def why_none_holds(self, demand: Demand) -> str:
         """What the plan that ran last lacks for a call, for people; no plan holds for it."""
         if not self._executables:
-            return demand.request.news or "no plan was found for it before"
+            since = "" if self._planned_for is None else demand.request.changed_since(self._planned_for)
+            return since or "no plan was found for it before"
         return self._executables[-1].differs(demand) or "its plan has been forgotten"
 
     def executable_for(
@@ -161,6 +163,7 @@ class Step:
 
         What has its schedule already is not made again.
         """
+        self._planned_for = validity.request
         for each in self._executables:
             if each.plan.schedule == plan.schedule and each.plan.program == plan.program:
                 return each.rests_on(plan, validity)

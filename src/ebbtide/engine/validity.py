@@ -89,7 +89,7 @@ class Validity:
         """
         found: list[str] = []
         if self.request != now.request.number:
-            found.append(now.request.news)
+            found.append(now.request.changed_since(self.request))
         if self.updates != now.updates:
             found.append("its backward applies gradients" if now.updates else "its backward applies no gradients")
         elif self.settings != now.settings:

@@ -99,8 +99,8 @@ class OptimizerOffload:
                 self.traffic = Traffic(timed=self.path.always_timed)
                 refusal = (
                     f"state of {type(optimizer).__name__} that is on the {self.path.name} tier from the forward to "
-                    "optimizer.step() (offload_optimizer=True). Read it before the forward or after optimizer.step(); "
-                    "optimizer.state_dict() brings it back first, and so does ebbtide.unfit(model)"
+                    "optimizer.step() (offload_optimizer=True). Read optimizer.state_dict(), which brings it back, "
+                    "or read it after optimizer.step(); ebbtide.unfit(model) brings it back for good"
                 )
                 self._batches.append(Batch(leaving, self.path, self.traffic))
                 self._batches[-1].empty(leaving, refusal)
