@@ -59,6 +59,9 @@ def main() -> int:
         record.case_seconds[question] = round(time.monotonic() - begin, 1)
     if options.out.exists():
         known = Record.read(options.out, titles)
+        if not options.cases:  # also rows of models that are asked for no more, which are of another old version
+            again = {row.question for row in record.rows} & set(VERSIONS)
+            known.rows = [row for row in known.rows if row.question not in again]
         known.take(record)
         known.machine = record.machine
         record = known
