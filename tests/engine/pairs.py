@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +27,37 @@ Pair = tuple[Net, torch.optim.Optimizer]
 def fitted(**options: Any) -> Pair:
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return inside(model, torch.optim.AdamW(model.parameters(), lr=0.01), **options)
+
+
+def inside(model: Any, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    """Both, once the model is fitted with its optimizer in the step."""
     ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(**options))
     return model, optimizer
+
+
+def with_twin(
+    make: Callable[[Any], torch.optim.Optimizer], kind: Callable[[], nn.Module] = Net, **options: Any
+) -> tuple[Any, Any]:
+    """A model of a kind with its optimizer in the step, and a twin that nobody has fitted."""
+    torch.manual_seed(0)
+    model = kind()
+    twin = copy.deepcopy(model)
+    return inside(model, make(model.parameters()), **options), (twin, make(twin.parameters()))
+
+
+def assert_steps_alike(pair: Any, twin: Any, steps: int = 3, max_norm: float | None = None) -> None:
+    """After each of some steps a model has the weights of its twin, whose gradients are clipped if the model's are."""
+    for seed in range(steps):
+        step(pair, seed)
+        net, plain = twin
+        plain.zero_grad()
+        net(batch(seed)).backward()
+        if max_norm is not None:
+            total = nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+            assert torch.equal(total, ebbtide.total_norm(pair[0]))  # type: ignore[arg-type]
+        plain.step()
+        assert equal(weights(pair[0]), weights(net))
 
 
 def batch(seed: int = 0) -> Tensor:

@@ -294,7 +294,7 @@ def test_a_budget_below_all_gradients_has_them_made_twice(of: Any, rewrites: str
     step = ebbtide.step_of(model)
     assert step is not None
     assert step.verified_buffers >= len(passes_of(model))
-    optimizer = FITTED[model].optimizers.given
+    optimizer = FITTED[model].optimizers.declared
     assert optimizer is not None
     start = resident_bytes([model, optimizer, x])
     recorder = AllocationRecorder()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import io
 import pickle
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.errors import CaptureError, PlanMismatch, UpdateError, UsageError
-from engine.pairs import Net, Pair, batch, eager, equal, fitted, step, weights
+from engine.pairs import Net, Pair, batch, eager, equal, fitted, inside, step, weights, with_twin
 
 
 @pytest.fixture
@@ -247,15 +246,14 @@ def test_options_that_couple_parameters_are_found_wherever_they_are(option: str,
             setattr(optimizer, option, True)
 
     if later:
-        ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        inside(model, optimizer)
         model(batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
     change()
     before = weights(model)
-    inside = functools.partial(ebbtide.fit, model, "100%", optimizer=optimizer, step="inside", progress=None)
     with pytest.raises(UsageError, match=r"on stand-ins one by one gives other bits|keeps in its groups"):
-        model(batch()) if later else inside()
+        model(batch()) if later else inside(model, optimizer)
     assert equal(weights(model), before)
 
 
@@ -315,12 +313,6 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         )
     with pytest.raises(UsageError, match="did you mean 'inside'"):
         ebbtide.fit(model, "100%", optimizer=optimizer, step="insid")  # type: ignore[arg-type]
-
-
-class _Explodes(torch.autograd.Function):
-    """Raises in its backward when it is told to."""
-
-    armed = False
 
 
 def test_a_failure_says_what_has_been_updated(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,15 +438,9 @@ def test_unfit_ends_it(pair: Pair) -> None:
     assert model.first.weight.grad is not None
 
 
-def test_every_step_is_proven_on_request() -> None:
-    pair = fitted(verify="always")
-    for seed in range(3):
-        step(pair, seed)
-    assert equal(weights(pair[0]), weights(eager(3)[0]))
-
-
-def test_nothing_is_proven_on_request() -> None:
-    pair = fitted(verify=False)
+@pytest.mark.parametrize("verify", ["always", False])
+def test_every_step_or_none_is_proven_on_request(verify: Any) -> None:
+    pair = fitted(verify=verify)
     for seed in range(3):
         step(pair, seed)
     assert equal(weights(pair[0]), weights(eager(3)[0]))
@@ -472,9 +458,7 @@ def test_a_rehearsal_frees_what_the_forward_has_saved_after_its_last_reader(monk
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, width), nn.Sigmoid(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ebbtide.fit(
-        model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(gradients="all")
-    )
+    inside(model, optimizer, gradients="all")
     model(batch())
     assert len(alive) == 6
     assert alive[0] > 0
@@ -484,14 +468,8 @@ def test_a_rehearsal_frees_what_the_forward_has_saved_after_its_last_reader(monk
 @pytest.mark.parametrize("kind", [2.0, float("inf")])
 def test_gradients_of_a_round_that_only_sums_are_clipped(kind: float) -> None:
     """As at the end of an epoch whose last round is not whole."""
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    optimizer, plain = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin))
     clipping = ebbtide.Clipping(0.01, norm_type=kind)
-    ebbtide.fit(
-        model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(max_norm=clipping)
-    )
+    (model, optimizer), (twin, plain) = with_twin(torch.optim.AdamW, max_norm=clipping)
     for rounds in ((True, False), (True, True), (False,)):
         for seed, only_sums in enumerate(rounds):
             with ebbtide.no_update(model) if only_sums else contextlib.nullcontext():
@@ -508,13 +486,7 @@ def test_gradients_of_a_round_that_only_sums_are_clipped(kind: float) -> None:
 @pytest.mark.parametrize("sums_all", [False, True])
 def test_a_closure_makes_its_gradients_before_they_are_clipped(sums_all: bool) -> None:
     """As Lightning's trainer steps: the last backward of a round is called by the step itself."""
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
-    ebbtide.fit(
-        model, "100%", optimizer=optimizer, step="inside", progress=None, options=ebbtide.Options(max_norm=0.01)
-    )
+    (model, optimizer), (twin, plain) = with_twin(lambda p: torch.optim.SGD(p, lr=0.1), max_norm=0.01)
 
     def closure() -> Tensor:
         with ebbtide.no_update(model) if sums_all else contextlib.nullcontext():

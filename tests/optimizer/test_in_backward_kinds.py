@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +15,19 @@ import ebbtide
 from ebbtide.errors import BudgetError, UsageError
 from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.torch_seams.optimizers import gradient_of
-from engine.pairs import Descent, Net, Pair, batch, eager, equal, fitted, step, weights
-
-
-@pytest.fixture
-def pair() -> Pair:
-    return fitted()
+from engine.pairs import (
+    Descent,
+    Net,
+    assert_steps_alike,
+    batch,
+    eager,
+    equal,
+    fitted,
+    inside,
+    step,
+    weights,
+    with_twin,
+)
 
 
 def test_state_that_comes_later_stands_behind_the_rest_in_order() -> None:
@@ -30,7 +36,7 @@ def test_state_that_comes_later_stands_behind_the_rest_in_order() -> None:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if planned:
-            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+            inside(model, optimizer)
         model.first.requires_grad_(False)
         for seed in range(3):
             step((model, optimizer), seed)
@@ -48,8 +54,7 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [Own, torch.optim.SGD])
 def test_a_hook_before_the_step_is_never_shown_none(kind: type[torch.optim.SGD]) -> None:
     model = Net()
-    optimizer = kind(model.parameters(), lr=0.1)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    _, optimizer = inside(model, kind(model.parameters(), lr=0.1))
 
     def clamp(stepping: torch.optim.Optimizer, *_: object) -> None:
         for each in stepping.param_groups[0]["params"]:
@@ -120,37 +125,8 @@ class Wants(torch.optim.SGD):
         super().__init__(parameters, lr=lr)
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda p: FirstRate(p, lr=0.1), "gives other bits than all together"),
-        (CountsInTensor, "counts in its attributes"),
-        (lambda p: Wants(p, 0.1), "needs a default in its __init__"),
-        *(((lambda p, most=most: Clips(p, most)), "gives other bits than all together") for most in (1e-5, 1.0, 50.0)),
-        (torch.optim.LBFGS, "LBFGS takes one step for all of its parameters"),
-        (Coupled, "gives other bits than all together"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable=True"),
-    ],
-)
-def test_an_optimizer_that_is_not_of_single_parameters_is_refused(make: Callable[[Any], Any], why: str) -> None:
-    model = Net()
-    with pytest.raises(UsageError, match=why) as caught:
-        ebbtide.fit(model, "100%", optimizer=make(model.parameters()), step="inside")
-    assert "fit(model, budget, optimizer=optimizer)" in str(caught.value)
-    with pytest.raises(UsageError, match=why):
-        ebbtide.plan(
-            model, (batch(),), budget="100%", options=ebbtide.Options(optimizer=make(model.parameters()), step="inside")
-        )
-
-
 def test_options_in_attributes_are_those_of_the_updates() -> None:
-    (model, clips), (twin, plain) = ((net, Clips(net.parameters())) for net in (Net(), Net()))
-    twin.load_state_dict(model.state_dict())
-    ebbtide.fit(model, "100%", optimizer=clips, step="inside", progress=None)
-    for seed in range(2):
-        step((model, clips), seed)
-        step((twin, plain), seed)
-    assert equal(weights(model), weights(twin))
+    assert_steps_alike(*with_twin(Clips), steps=2)
 
 
 def test_state_stands_in_order_where_some_gradients_only_came_while_summing() -> None:
@@ -166,7 +142,7 @@ def test_state_stands_in_order_where_some_gradients_only_came_while_summing() ->
         model = Parts()
         optimizer = torch.optim.AdamW(model.parameters())
         if planned:
-            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+            inside(model, optimizer)
         with ebbtide.no_update(model) if planned else contextlib.nullcontext():
             model(batch(), (0, 1, 2)).backward()
         model(batch(), (0, 2)).backward()
@@ -187,23 +163,15 @@ def test_state_stands_in_order_where_some_gradients_only_came_while_summing() ->
 )
 def test_options_that_take_more_are_planned_for(make: Callable[[Any], Any], changed: dict[str, Any]) -> None:
     """A plan whose updates were priced without them holds no more; eager's bits go on."""
-    torch.manual_seed(0)
-    model = Net()
-    eager = copy.deepcopy(model)
-    optimizer, other = make(model.parameters()), make(eager.parameters())
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    pair, twin = with_twin(make)
     plans: list[object] = []
     for number in range(4):
-        for each in (optimizer, other):
+        for each in (pair[1], twin[1]):
             for group in each.param_groups:
                 group.update(changed if number >= 2 else {})
                 group["lr"] = 0.0 if number == 0 else 0.1  # a schedule's beginning asks for no other plan
-        for each, trained in ((optimizer, model), (other, eager)):
-            trained(batch(number)).backward()
-            each.step()
-            each.zero_grad()
-        plans.append(ebbtide.plan_of(model))
-        assert all(map(torch.equal, weights(model), weights(eager)))
+        assert_steps_alike(pair, twin, steps=1)
+        plans.append(ebbtide.plan_of(pair[0]))
     assert plans[0] is plans[1]
     assert plans[2] is not plans[1]
     assert plans[3] is plans[2]
@@ -233,25 +201,16 @@ class _Counting(torch.optim.SGD):
                     each.sub_(each.grad, alpha=group["lr"] if self.count < 100 else 0.0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"), [(_AllAtOnce, "fails where no parameter has a gradient"), (_Counting, "counts in its attributes")]
-)
-def test_what_one_by_one_is_not_is_found_out(kind: type[torch.optim.SGD], why: str) -> None:
-    model = Net()
-    with pytest.raises(UsageError, match=why):
-        ebbtide.fit(model, "100%", optimizer=kind(model.parameters(), lr=0.1), step="inside")
-
-
 def test_parameters_in_the_same_memory_are_refused_and_parts_of_one_are_not() -> None:
     model = Net()
     whole = torch.zeros(64)
     model.first.weight.data = whole[:48].view(8, 6)
     model.last.weight.data = whole[48:].view(2, 8)
-    ebbtide.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside", progress=None)
+    inside(model, torch.optim.AdamW(model.parameters()))
     ebbtide.unfit(model)
     model.last.weight.data = whole[40:56].view(2, 8)
     with pytest.raises(UsageError, match="two parameters lie in the same memory"):
-        ebbtide.fit(model, "100%", optimizer=torch.optim.AdamW(model.parameters()), step="inside")
+        inside(model, torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])
@@ -328,22 +287,8 @@ def _nesterov(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("kind", [_Positions, _Delta])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_what_writes_to_gradients_writes_to_nobody_elses(kind: Any, make: Any, max_norm: float | None) -> None:
-    torch.manual_seed(0)
-    model = kind()
-    twin = copy.deepcopy(model)
-    optimizers = [make(each.parameters()) for each in (model, twin)]
     options = {} if max_norm is None else {"max_norm": max_norm}
-    ebbtide.fit(
-        model, "100%", optimizer=optimizers[0], step="inside", progress=None, options=ebbtide.Options(**options)
-    )
-    for seed in range(5):
-        for each, optimizer in zip((model, twin), optimizers, strict=True):
-            optimizer.zero_grad()
-            each(batch(seed)).backward()
-            if each is twin and max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(each.parameters(), max_norm)
-            optimizer.step()
-    assert equal(weights(model), weights(twin))
+    assert_steps_alike(*with_twin(make, kind, **options), steps=5, max_norm=max_norm)
 
 
 def test_norms_of_complex_and_real_gradients_are_added_up_in_torchs_order() -> None:
@@ -356,22 +301,7 @@ def test_norms_of_complex_and_real_gradients_are_added_up_in_torchs_order() -> N
         def forward(self, x: Tensor) -> Tensor:
             return self.last((self.first(x).to(torch.complex64) @ self.turn).abs()).square().mean()
 
-    torch.manual_seed(0)
-    model = Mixed()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, twin)]
-    ebbtide.fit(
-        model, "100%", optimizer=optimizers[0], step="inside", progress=None, options=ebbtide.Options(max_norm=0.01)
-    )
-    for seed in range(6):
-        for each, optimizer in zip((model, twin), optimizers, strict=True):
-            optimizer.zero_grad()
-            each(batch(seed)).backward()
-            if each is twin:
-                total = torch.nn.utils.clip_grad_norm_(each.parameters(), 0.01)
-                assert torch.equal(total, ebbtide.total_norm(model))  # type: ignore[arg-type]
-            optimizer.step()
-    assert equal(weights(model), weights(twin))
+    assert_steps_alike(*with_twin(torch.optim.AdamW, Mixed, max_norm=0.01), steps=6, max_norm=0.01)
 
 
 class _DecaysAll(Descent):
@@ -422,22 +352,53 @@ class _ByTheBias(Descent):
         super().of_group(group)
 
 
+class _Base(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class _Calling(_Base):
+    """Calls the step of its base, of which nobody may have made an object before."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+_OTHER_BITS = "gives other bits than all together"
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("make", "why"),
     [
-        _DecaysAll,
-        _CountsAll,
-        _FillsIn,
-        _AveragesAll,
-        _SkipsAllIfOneIsInfinite,
-        _SkipsAllIfOneIsMissing,
-        _ByTheBias,
+        (lambda p: FirstRate(p, lr=0.1), _OTHER_BITS),
+        (CountsInTensor, "counts in its attributes"),
+        (lambda p: Wants(p, 0.1), "needs a default in its __init__"),
+        *(((lambda p, most=most: Clips(p, most)), _OTHER_BITS) for most in (1e-5, 1.0, 50.0)),
+        (torch.optim.LBFGS, "LBFGS takes one step for all of its parameters"),
+        (Coupled, _OTHER_BITS),
+        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "differentiable=True"),
+        (lambda p: _AllAtOnce(p, lr=0.1), "fails where no parameter has a gradient"),
+        (lambda p: _Counting(p, lr=0.1), "counts in its attributes"),
+        (lambda p: _Calling(p, lr=0.1), "calls its hooks from below its own step"),
+        (_DecaysAll, _OTHER_BITS),
+        (_CountsAll, _OTHER_BITS),
+        (_FillsIn, "changes parameters or their state where there is no gradient"),
+        (_AveragesAll, _OTHER_BITS),
+        (_SkipsAllIfOneIsInfinite, _OTHER_BITS),
+        (_SkipsAllIfOneIsMissing, _OTHER_BITS),
+        (_ByTheBias, _OTHER_BITS),
     ],
 )
-def test_what_is_done_without_a_gradient_or_by_anothers_is_refused(kind: type[Descent]) -> None:
+def test_an_optimizer_that_is_not_of_single_parameters_is_refused(make: Callable[[Any], Any], why: str) -> None:
     model = Net()
-    with pytest.raises(UsageError, match='step="inside" is not accepted'):
-        ebbtide.fit(model, "100%", optimizer=kind(model.parameters()), step="inside", progress=None)
+    with pytest.raises(UsageError, match=why) as caught:
+        inside(model, make(model.parameters()))
+    assert "fit(model, budget, optimizer=optimizer)" in str(caught.value)
+    with pytest.raises(UsageError, match=why):
+        ebbtide.plan(
+            model, (batch(),), budget="100%", options=ebbtide.Options(optimizer=make(model.parameters()), step="inside")
+        )
 
 
 def test_a_trial_changes_nothing_of_the_users() -> None:
@@ -455,7 +416,7 @@ def test_a_trial_changes_nothing_of_the_users() -> None:
     optimizer = Draws(model.parameters(), lr=torch.tensor(0.1))
     states = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state()  # type: ignore[union-attr]
     with pytest.raises(UsageError, match='step="inside" is not accepted'):
-        ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        inside(model, optimizer)
     assert optimizer.param_groups[0]["lr"].item() == pytest.approx(0.1)
     assert random.getstate() == states[0]
     assert numpy.random.get_state()[1].tobytes() == states[1]  # type: ignore[union-attr]
@@ -487,7 +448,7 @@ def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "step" in vars(optimizer), "schedulers count steps so"
     assert scheduler.get_last_lr() == [0.1]
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    inside(model, optimizer)
     ebbtide.unfit(model)
     inner = optimizer.step
 
@@ -499,7 +460,7 @@ def test_a_step_that_was_put_on_the_object_is_refused_and_one_that_is_counted_is
 
     optimizer.step = centred  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="another step than that of its class"):
-        ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+        inside(model, optimizer)
 
 
 STEPPING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -528,7 +489,7 @@ def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: s
             found.append([None if each.grad is None else each.grad.clone() for each in model.parameters()])
 
         if planned:
-            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+            inside(model, optimizer)
         if way == "hooks":
             optimizer.register_step_pre_hook(look)
             optimizer.register_step_post_hook(look)
@@ -658,18 +619,3 @@ def test_a_hook_that_leaves_a_step_out_is_no_step(*, sums: bool) -> None:
         return
     with pytest.raises(UsageError, match="cleared"):
         optimizer.zero_grad()
-
-
-def test_a_class_that_calls_the_step_of_its_base_is_refused_whatever_was_made_before() -> None:
-    class Base(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    class Calling(Base):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    model = Net()
-    with pytest.raises(UsageError, match="calls its hooks from below its own step"):
-        ebbtide.fit(model, "100%", optimizer=Calling(model.parameters(), lr=0.1), step="inside", progress=None)

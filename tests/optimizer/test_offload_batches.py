@@ -27,7 +27,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ebbtide.errors import TierError, UsageError
 from ebbtide.measurement.resident import storages_in
 from ebbtide.optimizer.offload import batch as batches
-from ebbtide.optimizer.offload.optimizer_offload import LEAST_BYTES, OptimizerOffload, offload_of
+from ebbtide.optimizer.offload.forecast import LEAST_BYTES
+from ebbtide.optimizer.offload.optimizer_offload import OptimizerOffload, offload_of
 from ebbtide.torch_seams import readers
 from ebbtide.torch_seams.offloaded import can_offload, is_offloaded
 from ebbtide.torch_seams.storages import walk
@@ -453,7 +454,7 @@ def test_after_a_lost_disk_training_goes_on_from_a_checkpoint(
             optimizer.step()
     optimizer.step()
     assert not any(map(is_offloaded, moments(optimizer)))
-    offload.end()
+    offload.release()
     assert len(held) == (kept != "nothing")
 
 
@@ -493,11 +494,11 @@ def test_models_share_the_offload_of_an_optimizer(optimizer: torch.optim.Optimiz
     one, other = offload_of(optimizer, way), offload_of(optimizer, way)
     assert one is other
     one.send()
-    one.end()
+    one.release()
     assert not any(map(is_offloaded, moments(optimizer)))
     other.send()
     assert is_offloaded(moments(optimizer)[0])
-    other.end()
+    other.release()
     assert offload_of(optimizer, way) is not one
 
 

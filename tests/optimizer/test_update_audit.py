@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide.errors import UpdateError, UsageError
-from engine.pairs import Descent, Net, Pair, batch, eager, equal, fitted, step, weights
+from engine.pairs import Descent, Net, Pair, batch, eager, equal, fitted, inside, step, weights, with_twin
 
 
 @pytest.fixture
@@ -37,15 +37,6 @@ def test_schedulers_and_hooks_of_the_optimizer_see_one_step(pair: Pair) -> None:
     assert seen == ["before", "after"] * 4
     assert scheduler.get_last_lr() == theirs.get_last_lr()
     assert equal(weights(model), weights(twin))
-
-
-def test_options_that_change_before_the_step_are_refused(pair: Pair) -> None:
-    model, optimizer = pair
-    model(batch()).backward()
-    optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(UpdateError, match="lr of the optimizer changed") as caught:
-        optimizer.step()
-    assert set(caught.value.updated) == {name for name, _ in model.named_parameters()}
 
 
 def _clear_state(optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +72,7 @@ def test_looking_at_state_and_counting_in_attributes_changes_nothing() -> None:
     model = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.taken = 0
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    inside(model, optimizer)
     for seed in range(2):
         model(batch(seed)).backward()
         assert not any(optimizer.state[each] for each in model.parameters())  # which makes it
@@ -95,7 +86,7 @@ def test_options_that_change_before_the_step_are_told_of(where: str) -> None:
     model = Net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["more"], optimizer.scale = {"k": 1.0}, 1.0
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    inside(model, optimizer)
     model(batch()).backward()
     if where == "a group":
         optimizer.param_groups[0]["lr"] = 0.2
@@ -103,8 +94,10 @@ def test_options_that_change_before_the_step_are_told_of(where: str) -> None:
         optimizer.scale = 2.0
     else:
         optimizer.param_groups[0]["more"]["k"] = 2.0
-    with pytest.raises(UpdateError, match=r"of the optimizer changed between loss.backward\(\)"):
+    name = {"a group": "lr", "an attribute": "scale"}.get(where, "more")
+    with pytest.raises(UpdateError, match=rf"{name} of the optimizer changed between loss.backward\(\)") as caught:
         optimizer.step()
+    assert set(caught.value.updated) == {name for name, _ in model.named_parameters()}
 
 
 def test_a_second_step_after_one_backward_is_told_of(pair: Pair) -> None:
@@ -254,10 +247,9 @@ def test_a_closure_that_is_called_twice_is_told_of() -> None:
             for group in self.param_groups:
                 self.of_group(group)
 
-    torch.manual_seed(0)
     model = Net()
     optimizer = Twice(model.parameters(), lr=0.1)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    inside(model, optimizer)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -281,15 +273,10 @@ def test_a_closure_that_does_nothing_steps_what_there_is(pair: Pair) -> None:
 
 @pytest.mark.parametrize("where", ["outside of the closure", "inside of it"])
 def test_rounds_that_update_and_rounds_that_only_sum_are_clipped_by_turns(where: str) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-    ebbtide.fit(
-        model, "100%", optimizer=optimizers[0], step="inside", progress=None, options=ebbtide.Options(max_norm=0.01)
-    )
+    pairs = with_twin(lambda p: torch.optim.SGD(p, lr=0.1), max_norm=0.01)
+    (model, _), (twin, _) = pairs
     for number in range(6):
-        for each, optimizer in zip((model, twin), optimizers, strict=True):
+        for each, optimizer in pairs:
 
             def closure(each: Net = each, optimizer: torch.optim.Optimizer = optimizer, number: int = number) -> Tensor:
                 if where == "inside of it":
@@ -315,10 +302,9 @@ def test_other_arguments_of_a_step_are_refused() -> None:
             for group in self.param_groups:
                 self.of_group({**group, "lr": (scale or 1.0) * group["lr"]})
 
-    torch.manual_seed(0)
     model = Net()
     optimizer = Scaled(model.parameters(), lr=0.1)
-    ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    inside(model, optimizer)
     model(batch()).backward()
     with pytest.raises(UpdateError, match="more than a closure"):
         optimizer.step(scale=0.5)
@@ -340,7 +326,7 @@ def test_weights_may_be_written_by_hooks_after_the_step_wherever_they_are_regist
         if first:
             optimizer.register_step_post_hook(clamp)
         if first is not None:
-            ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+            inside(model, optimizer)
         if not first:
             optimizer.register_step_post_hook(clamp)
         for seed in range(3):

@@ -245,45 +245,45 @@ def test_nothing_is_updated_that_gets_no_gradient() -> None:
     assert with_updates(captured(model, torch.randn(2, 4)), {}).program.gradients
 
 
-# -- steps that look at their gradients first -----------------------------------------------------------------
+# -- steps that take norms of their gradients -----------------------------------------------------------------
 
 
-def looked(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
-    """The step of ``model`` as captured, and with looks at its gradients."""
+def with_norms_of(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
+    """The step of ``model`` as captured, and with norms of its gradients."""
     plain = captured(model, *args)
-    put_in = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model, clipping=Clipping(1.0))
-    return plain, put_in.with_norms(plain)
+    insertion = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model, clipping=Clipping(1.0))
+    return plain, insertion.with_norms(plain)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_no_update_comes_before_all_gradients_have_been_looked_at(name: str) -> None:
+def test_no_update_comes_before_the_norms_of_all_gradients(name: str) -> None:
     model, *args = MODELS[name]()
-    plain, with_looks = looked(model, *args)  # type: ignore[arg-type]
-    step = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model).with_updates(with_looks)
+    plain, normed = with_norms_of(model, *args)  # type: ignore[arg-type]
+    step = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model).with_updates(normed)
     ops = step.program.ops
-    (settled,) = [i for i, op in enumerate(ops) if op.target == "ebbtide.total_norm"]
-    looks = [i for i, op in enumerate(ops) if op.target == "ebbtide.partial_norm"]
+    (total,) = [i for i, op in enumerate(ops) if op.target == "ebbtide.total_norm"]
+    partials = [i for i, op in enumerate(ops) if op.target == "ebbtide.partial_norm"]
     updates = [i for i, op in enumerate(ops) if op.target.startswith(PREFIX)]
-    assert len(looks) == len(updates) == len(updatable(plain))
-    assert max(looks) < settled < min(updates)
-    assert all(ops[settled].outputs[0] in ops[each].inputs for each in updates)
+    assert len(partials) == len(updates) == len(updatable(plain))
+    assert max(partials) < total < min(updates)
+    assert all(ops[total].outputs[0] in ops[each].inputs for each in updates)
 
 
 def _take_the_norm_of_another(step: Captured) -> None:
-    looks = [node for node in step.op_nodes if isinstance(node.target, PartialNorm)]
-    looks[0].update_arg(0, looks[1].args[0])
+    partials = [node for node in step.op_nodes if isinstance(node.target, PartialNorm)]
+    partials[0].update_arg(0, partials[1].args[0])
 
 
 def _forget_one(step: Captured) -> None:
-    settle = total_norm_of(step)
-    assert settle is not None
-    settle.args = settle.args[1:]
-    settle.target = TotalNorm(settle.target.positions[1:])  # type: ignore[union-attr]
+    total = total_norm_of(step)
+    assert total is not None
+    total.args = total.args[1:]
+    total.target = TotalNorm(total.target.positions[1:])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("tamper", [_take_the_norm_of_another, _forget_one, _another])
-def test_the_proof_sees_other_looks(tamper: Callable[[Captured], None]) -> None:
-    plain, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
+def test_the_proof_sees_other_norms(tamper: Callable[[Captured], None]) -> None:
+    plain, step = with_norms_of(*MODELS["chain"]())  # type: ignore[arg-type]
     tamper(step)
     with pytest.raises(RewriteError):
         prove_norms(plain, step, updatable(plain))
@@ -293,12 +293,12 @@ def test_the_proof_sees_other_looks(tamper: Callable[[Captured], None]) -> None:
 
 
 @pytest.mark.parametrize("name", ["chain", "detached"])
-def test_behind_the_settlement_all_that_is_read_is_kept_or_made_again(name: str) -> None:
+def test_behind_the_total_norm_all_that_is_read_is_kept_or_made_again(name: str) -> None:
     """And more is made again the dearer memory is; nothing is kept where it costs everything."""
     model, *args = MODELS[name]()
-    _, step = looked(model, *args)  # type: ignore[arg-type]
+    _, step = with_norms_of(model, *args)  # type: ignore[arg-type]
     program = step.program
-    settled = next(i for i, op in enumerate(program.ops) if op.target == "ebbtide.total_norm")
+    total = next(i for i, op in enumerate(program.ops) if op.target == "ebbtide.total_norm")
     cuts = list(cuts_of(step))
     assert len(cuts) > 1
     assert [len(each.again) for each in cuts] == sorted(len(each.again) for each in cuts)
@@ -317,7 +317,7 @@ def test_behind_the_settlement_all_that_is_read_is_kept_or_made_again(name: str)
             if (producer := program.buffers[b].producer) is not None and program.after_boundary[producer]
         }
         assert cut.kept_bytes == sum(program.buffers[b].bytes for b in late)
-        assert min(i for i, op in enumerate(after.ops) if op.name.startswith("again_")) > settled
+        assert min(i for i, op in enumerate(after.ops) if op.name.startswith("again_")) > total
     assert cuts[-1].kept_bytes == 0
 
 
@@ -326,8 +326,8 @@ def _another_again(step: Captured) -> None:
     node.args = (node.args[1], node.args[0])
 
 
-def test_the_proof_sees_another_second_pass() -> None:
-    _, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
+def test_the_proof_sees_another_recompute_pass() -> None:
+    _, step = with_norms_of(*MODELS["chain"]())  # type: ignore[arg-type]
     passed = with_recompute_pass(step, list(cuts_of(step))[-1])
     _another_again(passed)
     with pytest.raises(RewriteError):
@@ -335,7 +335,7 @@ def test_the_proof_sees_another_second_pass() -> None:
 
 
 def test_what_is_made_again_is_held_against_what_was_made_first() -> None:
-    _, step = looked(*MODELS["chain"]())  # type: ignore[arg-type]
+    _, step = with_norms_of(*MODELS["chain"]())  # type: ignore[arg-type]
     passed = with_recompute_pass(step, list(cuts_of(step))[-1])
     again, first = next(iter(likes_in(passed).items()))
     assert passed.program.buffers[again].name == f"again_{passed.program.buffers[first].name}"

@@ -33,13 +33,10 @@ from ebbtide.errors import UsageError
 from ebbtide.faults import own_faults, users_level
 from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.libraries import take_workspaces
-from ebbtide.measurement.resident import device_of, resident_parts, tensors_in
-from ebbtide.optimizer.cost.step_bytes import step_bytes
-from ebbtide.optimizer.cost.step_end import end_of, taken_of
+from ebbtide.measurement.resident import device_of, resident_parts
 from ebbtide.optimizer.in_step.insertion import UpdateInsertion
-from ebbtide.optimizer.offload.budgeted_offload import OffloadForecast, forecast_offload
+from ebbtide.optimizer.offload.forecast import ahead_in_place, ahead_offloaded
 from ebbtide.optimizer.state.combined import class_names
-from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.options import Options
 from ebbtide.planners import Progress, planner_named
 from ebbtide.planners.narration import interruption_noted, narrated
@@ -59,7 +56,7 @@ from ebbtide.rewrites.choices import (
 )
 from ebbtide.step.machine import Machine, is_elsewhere
 from ebbtide.step.program import Program
-from ebbtide.step.provenance import IN_THE_STEP, Costs, LossPlace, Provenance
+from ebbtide.step.provenance import Costs, LossPlace, Provenance
 from ebbtide.step.refusal import Refusal
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.step.schedule import Schedule
@@ -299,9 +296,9 @@ def capture_ahead(
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:
-            state = forecast_offload(optimizer, [model, args, kwargs], device, tiers[0])
+            state = ahead_offloaded(optimizer, [model, args, kwargs], device, tiers[0])
         else:
-            state = _resident_state(optimizer, device, in_backward=options.inside)
+            state = ahead_in_place(optimizer, device, in_backward=options.inside)
         reserve = reserve_bytes(program, device, verify=options.verify)
         held = 0
         if target is not None and target.device == "cuda":
@@ -348,17 +345,6 @@ def _classes_in(model: torch.nn.Module) -> dict[str, str]:
     """The class of each module by its path, of one that is in several places by each."""
     named = cast("Iterable[tuple[str, object]]", model.named_modules(remove_duplicate=False))
     return {path: type(module).__name__ for path, module in named}
-
-
-def _resident_state(optimizer: torch.optim.Optimizer | None, device: str, *, in_backward: bool) -> OffloadForecast:
-    """All of it stays, also what is to come."""
-    if optimizer is None:
-        return OffloadForecast([], 0, NOTHING_AFTER, "")
-    state, to_come = list(tensors_in(optimizer)), future_state_bytes(optimizer)
-    if in_backward:
-        return OffloadForecast(state, to_come, NOTHING_AFTER, "", IN_THE_STEP)
-    taken = step_bytes(optimizer, device)
-    return OffloadForecast(state, to_come, end_of(optimizer, taken), "", taken_of(taken))
 
 
 def _usable(machine: Machine) -> str:

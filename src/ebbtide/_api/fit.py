@@ -36,7 +36,7 @@ from ebbtide.measurement.reserved import too_large_for_the_card
 from ebbtide.measurement.resident import device_of
 from ebbtide.names import with_known_keywords
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
-from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
+from ebbtide.optimizer.offload.optimizer_offload import offload_of
 from ebbtide.options import Options
 from ebbtide.planners import Progress, planner_named
 from ebbtide.planners.narration import aloud
@@ -188,7 +188,7 @@ def _known_of(
         request=Request(limit, plan),
         optimizers=OptimizerLink(
             optimizer,
-            offloaded=None if moves is None else BudgetedOffload(moves, next(iter(tiers.values()))),
+            offloaded=None if moves is None else offload_of(moves, next(iter(tiers.values()))),
             in_backward=None if updates is None else OptimizerInBackward(updates, options.clipping, options.scaler),
         ),
         calls=Calls(
@@ -280,15 +280,15 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
         )
     refuse_foreign_optimizer(model, optimizer)
     link, tiers = fitted.optimizers, fitted.configuration.tiers
-    if link.in_backward is not None and optimizer is not link.given:
+    if link.in_backward is not None and optimizer is not link.declared:
         refuse_to_step_inside(optimizer, link.in_backward.scaler)
-    before = None if optimizer is link.given else link.offloaded
+    before = None if optimizer is link.declared else link.offloaded
     if before is not None:
         refuse_to_offload(optimizer, tiers)
     fitted.set_optimizer(optimizer)
     if before is not None:
-        link.offloaded = BudgetedOffload(optimizer, next(iter(tiers.values())))
-        before.close()
+        link.offloaded = offload_of(optimizer, next(iter(tiers.values())))
+        before.release()
     return model
 
 

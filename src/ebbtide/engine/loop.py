@@ -161,7 +161,7 @@ def _look(model: FittedModel, call: Call, attempts: Attempts) -> CallContext:
     """What surrounds ``call``; what the optimizer keeps is away by then, if it is to be."""
     optimizers = model.optimizers
     if optimizers.offloaded is not None:
-        optimizers.offloaded.leave()
+        optimizers.offloaded.send()
     now = model.observe(call)
     if optimizers.in_backward is not None:
         optimizers.in_backward.refuse_surroundings(call.module, checkpointed=now.checkpointed, hooked=bool(now.hooks))

@@ -16,7 +16,7 @@ from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import as_stepping, held_by, optimizers_in, resident_bytes
 from ebbtide.optimizer.cost.step_end import OptimizerStepCost, StepRecheck, taken_of
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
-from ebbtide.optimizer.offload.budgeted_offload import BudgetedOffload
+from ebbtide.optimizer.offload.optimizer_offload import OptimizerOffload
 from ebbtide.optimizer.state.combined import class_names, parts_of
 from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.optimizer.state.options import settings_of
@@ -32,14 +32,12 @@ class OptimizerLink:
     """What one fitted model knows of its optimizers.
 
     Args:
-        given: whose state counts, also before it exists; ``None`` if no optimizer was told of.
+        optimizer: whose state counts, also before it exists; ``None`` if no optimizer was told of.
         offloaded: where its state is in a step, if not in place.
         in_backward: the optimizer in its steps, if it is.
 
     Attributes:
-        given: likewise. ``None`` from where another one steps all that it steps.
-        offloaded: likewise.
-        in_backward: likewise.
+        declared: the optimizer that was told of; ``None`` from where another one steps all that it steps.
         others: that have stepped weights of the model and were not told of: what state they have counts.
     """
 
@@ -47,10 +45,10 @@ class OptimizerLink:
         self,
         optimizer: torch.optim.Optimizer | None,
         *,
-        offloaded: BudgetedOffload | None = None,
+        offloaded: OptimizerOffload | None = None,
         in_backward: OptimizerInBackward | None = None,
     ) -> None:
-        self.given = optimizer
+        self.declared = optimizer
         self.offloaded = offloaded
         self.in_backward = in_backward
         self.others = weakref.WeakSet[torch.optim.Optimizer]()
@@ -62,17 +60,17 @@ class OptimizerLink:
     @property
     def all(self) -> list[torch.optim.Optimizer]:
         """All whose state counts."""
-        told = [] if self.given is None else [self.given]
-        return [*told, *(each for each in self.others if each is not self.given)]
+        declared = [] if self.declared is None else [self.declared]
+        return [*declared, *(each for each in self.others if each is not self.declared)]
 
     @property
     def step_cost(self) -> OptimizerStepCost | None:
         """The step of the optimizer that was told of, where its state stays in place."""
-        if self.given is None or self.offloaded is not None:
+        if self.declared is None or self.offloaded is not None:
             return None
-        if self._stepping is None or self._stepping.optimizer is not self.given:
-            one_by_one = self.in_backward is not None and is_of_torch(self.given)
-            self._stepping = OptimizerStepCost(self.given, one_by_one=one_by_one)
+        if self._stepping is None or self._stepping.optimizer is not self.declared:
+            one_by_one = self.in_backward is not None and is_of_torch(self.declared)
+            self._stepping = OptimizerStepCost(self.declared, one_by_one=one_by_one)
         return self._stepping
 
     @property
@@ -94,7 +92,7 @@ class OptimizerLink:
         if self.in_backward is not None:
             self.in_backward.close()
         if self.offloaded is not None:
-            self.offloaded.close()
+            self.offloaded.release()
 
     # -- which optimizers there are ---------------------------------------------------------------------------
 
@@ -106,7 +104,7 @@ class OptimizerLink:
         Raises:
             UsageError: if the one that it replaces has updated weights inside of a backward, and has not stepped yet.
         """
-        if optimizer is self.given:
+        if optimizer is self.declared:
             return False
         if self.in_backward is not None and self.in_backward.updated_and_not_stepped:
             raise UsageError(
@@ -117,7 +115,7 @@ class OptimizerLink:
                 value=optimizer,
             )
         replaced = [each for each in self.all if _state_bytes(each) and each is not optimizer]
-        self.given, self._stepping, self._parameters_planned_for = optimizer, None, None
+        self.declared, self._stepping, self._parameters_planned_for = optimizer, None, None
         self.others = weakref.WeakSet(replaced)
         if self.in_backward is not None:
             self.in_backward.close()
@@ -134,23 +132,23 @@ class OptimizerLink:
                 Nothing has been changed.
             BudgetError: if options have been changed since the last call, for which its budget has no room.
         """
-        told = self.given
-        if self._at_the_step is not None and self.step_cost is not None and told is not None:
-            if any(each is optimizer for each in optimizers_in(told)):
+        declared = self.declared
+        if self._at_the_step is not None and self.step_cost is not None and declared is not None:
+            if any(each is optimizer for each in optimizers_in(declared)):
                 self._at_the_step.refuse_more(self.step_cost)
                 self._at_the_step = None
-        if optimizer is told or (self.in_backward is None and optimizer in self.others):
+        if optimizer is declared or (self.in_backward is None and optimizer in self.others):
             return
-        if told is not None and any(each is optimizer for each in optimizers_in(told)):
+        if declared is not None and any(each is optimizer for each in optimizers_in(declared)):
             return
-        inside = self.in_backward
-        holds_it = inside is not None and any(each is inside.optimizer for each in optimizers_in(optimizer))
-        if inside is not None and not holds_it and inside.updated_and_not_stepped & _parameters_of(optimizer):
+        in_backward = self.in_backward
+        holds_it = in_backward is not None and any(each is in_backward.optimizer for each in optimizers_in(optimizer))
+        if in_backward is not None and not holds_it and in_backward.updated_and_not_stepped & _parameters_of(optimizer):
             raise UsageError(
                 f"another optimizer ({class_names(optimizer)}) is about to step weights that the fitted model's own "
-                f'({class_names(inside.optimizer)}) has stepped in the backward (step="inside"), and whose step has '
-                "not been called. If the other one takes its place, ebbtide.set_optimizer(model, optimizer) before the "
-                "forward says so; if both train these weights, call the step of the model's own first, after its "
+                f'({class_names(in_backward.optimizer)}) has stepped in the backward (step="inside"), and whose step '
+                "has not been called. If the other one takes its place, ebbtide.set_optimizer(model, optimizer) before "
+                "the forward says so; if both train these weights, call the step of the model's own first, after its "
                 "backward",
                 argument="optimizer",
                 value=optimizer,
@@ -159,9 +157,9 @@ class OptimizerLink:
             return
         self.others.add(optimizer)
         self._state_when_met[optimizer] = _state_bytes(optimizer)
-        if told is not None and self.offloaded is None and _parameters_of(told) <= _parameters_of(optimizer):
-            self.others.add(told)
-            self.given = self._stepping = None
+        if declared is not None and self.offloaded is None and _parameters_of(declared) <= _parameters_of(optimizer):
+            self.others.add(declared)
+            self.declared = self._stepping = None
 
     # -- what they keep, and will keep --------------------------------------------------------------------------
 
@@ -177,9 +175,9 @@ class OptimizerLink:
 
     def state_to_come_bytes(self) -> int:
         """What the optimizer that was told of will make in its first step and keep through a training step."""
-        if self.given is None:
+        if self.declared is None:
             return 0
-        return future_state_bytes(self.given) if self.offloaded is None else self.offloaded.resident_to_come_bytes
+        return future_state_bytes(self.declared) if self.offloaded is None else self.offloaded.forecast.to_come_bytes
 
     def state_not_planned_for_bytes(self) -> int:
         """Bytes of state to come that plans may have no room for: none once it is there, or there was room for it.
@@ -187,14 +185,14 @@ class OptimizerLink:
         Asked until there is any state, so that a budget is refused before the weights have changed, and again where it
         has got other parameters since, until a plan with room for their state holds.
         """
-        optimizer = self.given
+        optimizer = self.declared
         if optimizer is None or _without_state.get(optimizer, self) == _options_of(optimizer):
             return 0
         if any(any(as_stepping(each).state.values()) for each in parts_of(optimizer)):
-            known, there = self._parameters_planned_for, _parameter_count(optimizer)
-            if known is None:
+            planned_for, there = self._parameters_planned_for, _parameter_count(optimizer)
+            if planned_for is None:
                 self._parameters_planned_for = there
-            return 0 if known in (None, there) else self.state_to_come_bytes()
+            return 0 if planned_for in (None, there) else self.state_to_come_bytes()
         found = self.state_to_come_bytes()
         if not found:
             _without_state[optimizer] = _options_of(optimizer)
@@ -202,15 +200,15 @@ class OptimizerLink:
 
     def plan_holds(self) -> None:
         """Note that a plan has room for all state that is to come."""
-        if self.given is not None and self._parameters_planned_for is not None:
-            self._parameters_planned_for = _parameter_count(self.given)
+        if self.declared is not None and self._parameters_planned_for is not None:
+            self._parameters_planned_for = _parameter_count(self.declared)
 
     # -- what its step takes ------------------------------------------------------------------------------------
 
     def end_of(self, now: CallContext) -> StepEnd | None:
         """What is taken where the optimizer steps after a call; ``None`` if it does inside, or is not known."""
         if self.offloaded is not None:
-            end = self.offloaded.end
+            end = self.offloaded.forecast.end
         elif (step := self.step_cost) is not None and (step.one_by_one or not now.updates):
             end = step.end(now.trained)
         else:
@@ -257,7 +255,7 @@ class OptimizerLink:
 
     def advice_to_tell(self) -> Iterator[str]:
         """What a refusal says of optimizers that have come after the first plan."""
-        if self.given is None and self.others:
+        if self.declared is None and self.others:
             yield (
                 f"The state of {self.names} counts since its first step. optimizer= of ebbtide.fit, or "
                 "ebbtide.set_optimizer(model, optimizer), tells of it before, so that a budget without room for it is "
@@ -270,7 +268,7 @@ _without_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakr
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> object:
-    return [settings_of(group) for each in parts_of(optimizer) for group in as_stepping(each).param_groups]
+    return [settings_of(*as_stepping(each).param_groups) for each in parts_of(optimizer)]
 
 
 def _parameter_count(optimizer: torch.optim.Optimizer) -> int:

@@ -34,7 +34,7 @@ from ebbtide.engine.validity import Demand
 from ebbtide.errors import BudgetError, CaptureError
 from ebbtide.faults import users_level
 from ebbtide.measurement.resident import gradients_to_come
-from ebbtide.optimizer.offload.budgeted_offload import offload_hint
+from ebbtide.optimizer.offload.forecast import offload_hint
 from ebbtide.optimizer.state.combined import parts_of
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planning.alternatives import Alternative
@@ -152,11 +152,11 @@ class PlanTask:
     def to_come(self) -> dict[str, int]:
         """What a budget has to hold that is not there yet, by kind."""
         found: dict[str, int] = {}
-        if self.optimizers.given is not None:
+        if self.optimizers.declared is not None:
             found[STATE] = self.optimizers.state_to_come_bytes()
         if self.configuration.gradients_stay:
             granularity = ALLOCATOR_GRANULARITY_BYTES[self.now.device]
-            found[GRADIENTS_TO_COME] = gradients_to_come(self.now.module, self.optimizers.given, granularity)
+            found[GRADIENTS_TO_COME] = gradients_to_come(self.now.module, self.optimizers.declared, granularity)
         return found
 
     def reserve_bytes(self) -> int:
@@ -324,7 +324,7 @@ def _options(task: PlanTask, parts: Mapping[str, int], *, guess: bool) -> Planni
         costs=costs,
         estimate=estimated,
         optimizer=optimizers.names,
-        offloaded="" if optimizers.offloaded is None else optimizers.offloaded.note,
+        offloaded="" if optimizers.offloaded is None else optimizers.offloaded.forecast.note,
         optimizer_step=optimizers.step_in_words(now),
         loss=LossPlace.OUTSIDE if guess else None,
     )
@@ -405,9 +405,9 @@ def _figures_leave_out(wanted: _Wanted, error: BudgetError, *, guess: bool) -> I
             f"some {format_bytes(made)} of them are resident from the second micro-batch on, whose smallest "
             "budget is that much larger"
         )
-    told = task.optimizers.given
-    if told is not None and task.optimizers.offloaded is None and len(parts_of(told)) == 1:
-        yield from offload_hint(told, now.module, error, program, wanted.resident_bytes)
+    declared = task.optimizers.declared
+    if declared is not None and task.optimizers.offloaded is None and len(parts_of(declared)) == 1:
+        yield from offload_hint(declared, now.module, error, program, wanted.resident_bytes)
 
 
 def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> Plan:

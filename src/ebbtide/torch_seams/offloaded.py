@@ -28,7 +28,7 @@ _REFUSAL = "_ebbtide_refusal"
 
 
 class _Offloaded(torch.Tensor):
-    """Definition 1."""
+    """The class of a tensor whose memory is elsewhere (definition 1)."""
 
     @classmethod
     def __torch_function__(
@@ -53,7 +53,7 @@ def _unasked(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _offloaded_in(values: Iterable[Any]) -> Iterator[_Offloaded]:
-    """Those among ``values`` and in the containers among them."""
+    """Offloaded tensors among ``values`` and in the containers among them."""
     for each in values:
         if type(each) is _Offloaded:
             yield each

@@ -160,13 +160,13 @@ def is_of_step(frame: FrameType, functions: frozenset[CodeType]) -> bool:
 
 @functools.cache
 def _calls_hooks() -> CodeType:
-    """Of every wrapper of definition 1: they are closures over different functions."""
+    """The code of every wrapper of definition 1: they are closures over different functions."""
     wrapper: Any = torch.optim.Optimizer.profile_hook_step(lambda: None)
     return wrapper.__code__
 
 
 def frame_of_step() -> FrameType | None:
-    """Of the wrapper of definition 1 that calls the hook that asks; ``None`` if none does."""
+    """The frame of the wrapper of definition 1 that calls the hook that asks; ``None`` if none does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _calls_hooks():
         frame = frame.f_back

@@ -69,7 +69,7 @@ def _others_run() -> bool:
 
 
 def _may_read(frame: FrameType) -> bool:
-    """Definition 2, of the frame that a thread is in."""
+    """Whether the thread that is in a frame may have a tensor (definition 2)."""
     code = frame.f_code
     if (Path(code.co_filename).stem, code.co_name) in _WAITS:
         return False

@@ -23,7 +23,7 @@ from ebbtide.cost.call import call_with
 from ebbtide.cost.profile import workspace_alone
 from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
 from ebbtide.measurement.resident import as_stepping
-from ebbtide.optimizer.state.options import attributes_of, options_of
+from ebbtide.optimizer.state.options import options_of, values_of
 from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams import trees as pytree
@@ -40,7 +40,7 @@ from ebbtide.torch_seams.fake_tensors import (
 __all__ = ["STEPS", "step_bytes"]
 
 STEPS = 32
-"""Of the stand-in (definition 2): what an optimizer does less often is not seen."""
+"""Steps that the stand-in takes (definition 2): what an optimizer does less often is not seen."""
 
 _Group = dict[str, Any]
 
@@ -83,26 +83,21 @@ def _largest(
     optimizer: torch.optim.Optimizer, groups: Sequence[_Group], device: str | None, workspace: Callable[..., int]
 ) -> int:
     kinds = [{**group, "params": list(_of_each_kind(group["params"]))} for group in groups]
-    known = _counted.setdefault(optimizer, {})
-    if (key := (_outline(kinds, device), repr(attributes_of(optimizer)))) not in known:
+    steps = _counted.setdefault(optimizer, {})
+    key = repr((device, values_of(optimizer, kinds), [list(map(_kind, group["params"])) for group in kinds]))
+    if key not in steps:
         taken = list(_taken(optimizer, kinds, device, range(STEPS), lambda *_: 0))
-        known[key] = tuple(sorted({0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}))
-    return max(_taken(optimizer, groups, device, known[key], workspace))
+        steps[key] = tuple(sorted({0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}))
+    return max(_taken(optimizer, groups, device, steps[key], workspace))
 
 
 _counted: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[object, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """The steps of definition 2 that are looked at, by what they depend on."""
 
 
-def _outline(kinds: Sequence[_Group], device: str | None) -> object:
-    """What it depends on which steps take more than others: options and kinds of parameters, not how large they are."""
-    return device, tuple(
-        (
-            tuple((name, repr(value)) for name, value in group.items() if name != "params"),
-            tuple((each.dtype, each.ndim, each.requires_grad, each.numel() > 1) for each in group["params"]),
-        )
-        for group in kinds
-    )
+def _kind(parameter: torch.nn.Parameter) -> object:
+    """What of a parameter it depends on which steps take more than others: not how large it is."""
+    return parameter.dtype, parameter.ndim, parameter.requires_grad, parameter.numel() > 1
 
 
 def _of_each_kind(parameters: Iterable[torch.nn.Parameter]) -> Iterable[torch.nn.Parameter]:
@@ -123,8 +118,8 @@ def _taken(
     workspace: Callable[..., int],
 ) -> Iterator[int]:
     """Bytes that each of the steps ``counted``, ascending from 0, takes at its peak (definition 1)."""
-    rewrite_proof = [{**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in groups]
-    trial = stand_in_of(optimizer, rewrite_proof)
+    copies = [{**options_of(group), "params": list(_stand_ins(group["params"], device))} for group in groups]
+    trial = stand_in_of(optimizer, copies)
     for step in range(counted[-1] + 1):
         if step not in counted:
             trial.step()
@@ -148,7 +143,7 @@ _FILLS = ("empty", "zeros", "ones", "full", "new_")
 
 
 def _takes_nothing(op: OpOverload) -> bool:
-    """Definition 3."""
+    """Whether an op takes no memory besides its results (definition 3)."""
     name = schema_of(op).name.rpartition("::")[2]
     if is_pointwise(op) or op.is_view or name.startswith(_LISTS) or name in _COPIES:
         return True
@@ -161,7 +156,7 @@ def _casts(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class _Kernels:
-    """Definition 3, each call measured once.
+    """What kernels take besides their results (definition 3), each call measured once.
 
     Args:
         elsewhere: whether the step is to run on a device whose kernels cannot be asked.

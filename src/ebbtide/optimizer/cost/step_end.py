@@ -37,21 +37,21 @@ _ON_CARD = 128
 _UNSPLIT = 200
 """One in so many bytes, for blocks that the allocator hands out larger than asked for (``engine.reserve``)."""
 _GENERATORS_BYTES = 3 * 5056
-"""Of states of the CPU's generator, which the proof of a first step may still have when the optimizer steps."""
+"""States of the CPU's generator, which the proof of a first step may still have when the optimizer steps."""
 
 
 def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_one: bool = False) -> StepEnd:
-    """Definition 1, of ``taken_bytes`` while it steps; nothing where that is not known."""
+    """What an optimizer's step needs that takes ``taken_bytes`` (definition 1); nothing where that is not known."""
     if not taken_bytes:
         return NOTHING_AFTER
     slack = scalars_bytes(optimizer) + _GENERATORS_BYTES
     if _is_on_card(optimizer):
         slack += taken_bytes // _UNSPLIT
-    inside = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
+    in_backward = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
     return StepEnd(
         taken_bytes + slack,
         what=_what(optimizer),
-        remedy=f"take an optimizer that makes fewer (SGD){less_at_once(optimizer)}{inside}",
+        remedy=f"take an optimizer that makes fewer (SGD){less_at_once(optimizer)}{in_backward}",
         slack_bytes=slack,
     )
 
@@ -82,12 +82,12 @@ def _is_on_card(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def taken_of(taken_bytes: int | None) -> str:
-    """For people."""
+    """What a step takes, for people."""
     return NOT_KNOWN if taken_bytes is None else format_bytes(taken_bytes)
 
 
 class OptimizerStepCost:
-    """Of one optimizer.
+    """What the step of one optimizer takes, looked at again where that may have changed (definition 2).
 
     Args:
         optimizer: that steps weights of a fitted model.
@@ -112,11 +112,12 @@ class OptimizerStepCost:
 
     def key(self, trained: bytes) -> object:
         """What it depends on (definition 2)."""
-        groups = [(id(each), len(each["params"]), settings_of(each)) for each in self.optimizer.param_groups]
-        return trained, settings_of(vars(self.optimizer)), groups
+        groups = self.optimizer.param_groups
+        counts = [(id(each), len(each["params"])) for each in groups]
+        return trained, counts, settings_of(vars(self.optimizer), *groups)
 
     def end(self, trained: bytes) -> StepEnd:
-        """Definition 1; ``trained`` as above."""
+        """What a budget needs at its step (definition 1); ``trained`` as above."""
         return end_of(self.optimizer, self.taken_bytes(trained), one_by_one=self.one_by_one)
 
     def _look(self) -> int | None:
@@ -184,5 +185,5 @@ class StepRecheck:
 
 
 def _most(sizes: Sequence[int | None]) -> int | None:
-    known = [each for each in sizes if each is not None]
-    return max(known, default=0) if len(known) == len(sizes) else None
+    found = [each for each in sizes if each is not None]
+    return max(found, default=0) if len(found) == len(sizes) else None

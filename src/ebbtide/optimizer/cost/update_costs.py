@@ -66,7 +66,7 @@ class UpdateCosts:
         return copy + (parts * _NUMBER_BYTES if self._on_card(parameter) else 0), parameter.nbytes
 
     def of_total_norm(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """Likewise of the norm of the norms of as many gradients, with what it is made into."""
+        """Bytes that the norm of all their norms takes, with what it is made into, and that it reads."""
         least = _LEAST_ON_CARD_BYTES if any(map(self._on_card, parameters)) else _NUMBER_BYTES
         return len(parameters) * _NUMBER_BYTES + _SCALARS * least, len(parameters) * _NUMBER_BYTES
 

@@ -31,10 +31,10 @@ __all__ = ["BackwardUpdates"]
 
 
 class BackwardUpdates:
-    """The updates of one flight; the :class:`~ebbtide.optimizer.in_step.updater.Updater` of its backward.
+    """The updates of one pending step; the :class:`~ebbtide.optimizer.in_step.updater.Updater` of its backward.
 
     Args:
-        inside: of its model.
+        optimizer: of its model.
         parameters: by position among the primals, with their names.
         entries: per position, its place among the tensors that go into the step's node.
     """
@@ -45,7 +45,7 @@ class BackwardUpdates:
         parameters: Mapping[int, tuple[torch.Tensor, str]],
         entries: Mapping[int, int],
     ) -> None:
-        self._inside = optimizer
+        self._in_backward = optimizer
         self._trained = dict(parameters)
         self._entries = entries
         self._groups: dict[int, dict[str, Any]] = {}
@@ -64,9 +64,9 @@ class BackwardUpdates:
             node: of the step.
             unused: positions whose gradients are none, for nothing that was used depends on them.
         """
-        optimizer = self._inside.optimizer
-        self._groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-        self._inside.begin()
+        groups = self._in_backward.optimizer.param_groups
+        self._groups = {id(each): group for group in groups for each in group["params"]}
+        self._in_backward.begin()
         self._updated = []
         self._coefficient = None
         self._begin_scaled()
@@ -90,9 +90,9 @@ class BackwardUpdates:
                 self._left_out.add(position)
 
     def _begin_scaled(self) -> None:
-        """Definition 3."""
+        """Begin to look for gradients that are not finite (definition 3)."""
         self._skipped, self._skips, self._inverse = [], False, None
-        if (scaler := self._inside.scaler) is not None:
+        if (scaler := self._in_backward.scaler) is not None:
             self._inverse = inverse_scale_of(scaler)
             if self._inverse is None:
                 raise UsageError(
@@ -102,7 +102,7 @@ class BackwardUpdates:
 
     def _seen(self, gradient: torch.Tensor) -> torch.Tensor:
         """One number that is known of ``gradient``, which stays as it is: its norm, once it is unscaled."""
-        clipping = self._inside.clipping
+        clipping = self._in_backward.clipping
         if self._inverse is not None and self._overflow is not None:
             if gradient.dtype == torch.float16:
                 raise ValueError("Attempting to unscale FP16 gradients.")  # as the scaler says it
@@ -126,14 +126,14 @@ class BackwardUpdates:
 
     def total_norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What gradients are scaled by, of all that parameters have (definitions 2 and 3)."""
-        clipping = self._inside.clipping
-        made = {id(self._trained[i][0]): norm for i, norm in norms.items() if i not in self._left_out}
+        clipping = self._in_backward.clipping
+        made_norms = {id(self._trained[i][0]): norm for i, norm in norms.items() if i not in self._left_out}
         parts: list[torch.Tensor] = []
         of: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         with torch.no_grad():
-            for parameter in self._inside.parameters():
-                if (norm := made.get(id(parameter))) is not None:
+            for parameter in self._in_backward.parameters():
+                if (norm := made_norms.get(id(parameter))) is not None:
                     parts.append(norm)
                     of.append(parameter)
                 elif (gradient := gradient_of(parameter)) is not None:
@@ -150,7 +150,7 @@ class BackwardUpdates:
                     "step has clipped: clear gradients before such a step, or leave max_norm out"
                 )
             total = total_of(parts, of, clipping)
-            self._inside.total_norm = total
+            self._in_backward.total_norm = total
             self._coefficient = coefficient_of(total, clipping)
             for gradient in others:
                 scale_by(gradient, self._coefficient, clipping.foreach)
@@ -165,7 +165,7 @@ class BackwardUpdates:
             self._skipped.append((parameter, name))
             set_gradient(parameter, None)
             return
-        clipping = self._inside.clipping
+        clipping = self._in_backward.clipping
         if clipping is not None or self._inverse is not None:
             gradient = gradient if (existing := gradient_of(parameter)) is None else existing
             with torch.no_grad():
@@ -175,18 +175,18 @@ class BackwardUpdates:
                     scale_by(gradient, self._coefficient, clipping.foreach)
         # In the list first: an update that is interrupted may have been made in part.
         self._updated.append((parameter, name))
-        step_parameter(self._inside.optimizer, self._groups[id(parameter)], parameter, gradient)
+        step_parameter(self._in_backward.optimizer, self._groups[id(parameter)], parameter, gradient)
 
     def end(self) -> None:
         """Its backward has returned, or failed."""
-        self._inside.gradient_guard.overflowed = self._skips
+        self._in_backward.gradient_guard.overflowed = self._skips
         if self._skipped:
-            self._inside.gradient_guard.add(self._skipped)
+            self._in_backward.gradient_guard.add(self._skipped)
         if self._updated:
-            self._inside.order_new_state()
-            self._inside.has_updated = True
-            self._inside.gradient_guard.add(self._updated)
-        self._inside.update_audit.note_tensors()
+            self._in_backward.order_new_state()
+            self._in_backward.has_updated = True
+            self._in_backward.gradient_guard.add(self._updated)
+        self._in_backward.update_audit.note_tensors()
 
     def failed(self, error: BaseException) -> BaseException:
         """What to raise in place of ``error`` (definition 4)."""

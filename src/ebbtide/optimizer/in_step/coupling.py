@@ -36,9 +36,9 @@ from ebbtide.torch_seams.storages import storage_key
 __all__ = ["refuse_coupled_steps"]
 
 _SCALES = (1.0, 1e-3, 1e3, 1.0, 1e-6, 1.0)
-"""Of the gradients, a step each: norms are clipped from a size on, and what is small may be left out."""
+"""Sizes of the gradients, a step each: norms are clipped from a size on, and what is small may be left out."""
 _SHAPES = ((5, 3), (5,), (2, 4), (2,))
-"""Of stand-ins for matrices and their biases; others have a size of 2 or 3 in each dimension."""
+"""Shapes of stand-ins for matrices and their biases; others have a size of 2 or 3 in each dimension."""
 _MOST_OF_A_GROUP = 4
 _INSTEAD = 'leave step="inside" out: fit(model, budget, optimizer=optimizer) has its state in the budget'
 
@@ -67,7 +67,7 @@ def refuse_coupled_steps(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise _refusal(f"{kind} is made with differentiable=True, and its step is a part of somebody's graph")
-    if _overlap([each for group in optimizer.param_groups for each in group["params"]]):
+    if _overlap(_parameters(optimizer)):
         raise _refusal(
             "two parameters lie in the same memory (one was given the other's .data), and which is stepped first "
             "decides; tie weights by one Parameter in both places"
@@ -96,9 +96,9 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
     hooks: list[int] = []
     alone.register_step_pre_hook(lambda *_: hooks.append(1))
     for step, gradients in enumerate(_gradients()):
-        for mine, other in zip(_of_groups(together), _of_groups(alone), strict=True):
-            mine.grad = gradients(step, mine, _place(together, mine))
-            other.grad = None
+        for group, others in zip(together.param_groups, alone.param_groups, strict=True):
+            for position, (mine, other) in enumerate(zip(group["params"], others["params"], strict=True)):
+                mine.grad, other.grad = gradients(step, mine, position), None
         with Draws() as draws:
             together.step()
         for group in reversed(alone.param_groups):
@@ -110,33 +110,53 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
             return "draws random numbers while it steps, which come in the order of its parameters"
         if hooks:
             return "calls its hooks from below its own step"
-        if not _same(together, alone):
+        for each in _parameters(together):
+            each.grad = None
+        if _bits(together) != _bits(alone):
             return (
                 "does not step on each parameter for itself: stepping on stand-ins one by one gives other bits than "
                 "all together"
             )
-        if _options(together) != _options(alone):
+        if _plain_options(together) != _plain_options(alone):
             return "keeps in its groups what its step has found, and each parameter is stepped with a copy of them"
         if _counts(together) != _counts(alone):
             return "counts in its attributes how often it has stepped, and it would step once for each parameter"
     return _without_gradients(together)
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What is plain in its groups, and containers of that."""
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _bits(optimizer: torch.optim.Optimizer) -> list[object]:
+    """All bits of parameters, their gradients and their state, with the numbers among that."""
+    found: list[object] = []
+    for each in _parameters(optimizer):
+        state = optimizer.state[each]
+        found += [number for number in state.values() if isinstance(number, bool | int | float)]
+        for tensor in tensors_in([each, state]):
+            value = tensor.detach()
+            if value.is_floating_point() or value.is_complex():  # of what is no number the bits are nobody's business
+                value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
+            found.append((value.shape, value.dtype, value.contiguous().view(-1).view(torch.uint8).tolist()))
+    return found
+
+
+def _plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What is plain in its groups, and containers without tensors, in which somebody may count."""
     return [
-        {name: value for name, value in group.items() if name != "params" and (is_plain(value) or _counts_in(value))}
+        {
+            name: value
+            for name, value in group.items()
+            if is_plain(value)
+            or (name != "params" and isinstance(value, dict | list | set) and not any(True for _ in tensors_in(value)))
+        }
         for group in optimizer.param_groups
     ]
 
 
-def _counts_in(value: object) -> bool:
-    """Whether it is a container without tensors, in which somebody may count."""
-    return isinstance(value, dict | list | set) and next(iter(tensors_in(value)), None) is None
-
-
 def _gradients() -> Iterator[Callable[[int, torch.Tensor, int], torch.Tensor | None]]:
-    """Of each step: of a parameter and its position in its group, the gradient."""
+    """What gives a parameter at a position in its group its gradient, one for each step."""
     for scale in _SCALES:
         yield lambda step, like, _, scale=scale: _drawn(like, 100 * step + 1, scale)
     for missing in (0, 1):
@@ -148,18 +168,9 @@ def _gradients() -> Iterator[Callable[[int, torch.Tensor, int], torch.Tensor | N
     yield lambda step, like, position: _drawn(like, 100 * step + 1, float("inf") if position == 0 else 1.0)
 
 
-def _place(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    """Its position in its group."""
-    places = {id(each): index for group in optimizer.param_groups for index, each in enumerate(group["params"])}
-    return places[id(parameter)]
-
-
 def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
     """What a step does where no parameter has a gradient; empty if nothing."""
-    for each in _of_groups(optimizer):
-        each.grad = None
-    before = [each.detach().clone() for each in _state_tensors(optimizer)]
-    numbers = [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]
+    before = _bits(optimizer)
     try:
         optimizer.step()
     except Exception as error:  # of the user's own code, which may raise anything
@@ -169,9 +180,7 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
             f"fails where no parameter has a gradient ({type(error).__name__}: {error}), and after such a backward "
             "optimizer.step() finds none"
         )
-    after = _state_tensors(optimizer)
-    same = len(before) == len(after) and all(map(_same_bits, before, after))
-    if same and numbers == [_numbers(optimizer.state[each]) for each in _of_groups(optimizer)]:
+    if before == _bits(optimizer):
         return ""
     return (
         "changes parameters or their state where there is no gradient, and after such a backward optimizer.step() "
@@ -199,7 +208,7 @@ def _numbers_in(value: object) -> Iterator[float]:
         yield float(value)
 
 
-def _overlap(parameters: list[torch.Tensor]) -> bool:
+def _overlap(parameters: list[torch.nn.Parameter]) -> bool:
     """Whether two of the parameters share memory."""
     places = {id(each): each for each in parameters}.values()
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -246,8 +255,8 @@ def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:
         fitting = [shape for shape in _SHAPES if len(shape) == dimensions]
         place = number if len(set(kinds)) == 1 else number // 2  # a matrix and its bias have one length in common
         shape = fitting[place % len(fitting)] if fitting else (2, 3, 2, 3, 2, 3, 2, 3)[:dimensions]
-        made = torch.empty(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
-        parameter = torch.nn.Parameter(made, requires_grad=True)
+        empty = torch.empty(shape, dtype=dtype, device="cpu" if device.type == "meta" else device)
+        parameter = torch.nn.Parameter(empty)
         parameter.data.copy_(_drawn(parameter, 10 + number))
         yield parameter
 
@@ -255,40 +264,3 @@ def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:
 def _drawn(like: torch.Tensor, seed: int, scale: float = 1.0) -> torch.Tensor:
     drawing = torch.Generator().manual_seed(seed + like.numel())
     return (scale * torch.randn(like.shape, generator=drawing)).to(device=like.device, dtype=like.dtype)
-
-
-def _of_groups(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, their gradients and their state."""
-    return [
-        tensor for each in _of_groups(optimizer) for tensor in tensors_in([each.data, each.grad, optimizer.state[each]])
-    ]
-
-
-def _same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
-    """Whether parameters and their state have the same bits."""
-    for mine, theirs in zip(_of_groups(one), _of_groups(other), strict=True):
-        held, others = (
-            list(tensors_in([mine.data, one.state[mine]])),
-            list(tensors_in([theirs.data, other.state[theirs]])),
-        )
-        if len(held) != len(others) or not all(map(_same_bits, held, others)):
-            return False
-        if _numbers(one.state[mine]) != _numbers(other.state[theirs]):
-            return False
-    return True
-
-
-def _numbers(state: Any) -> list[object]:
-    return [each for each in state.values() if isinstance(each, bool | int | float)]
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    if one.is_floating_point() or one.is_complex():  # of what is no number the bits are nobody's business
-        one, other = (torch.where(each.isnan(), torch.full_like(each, torch.nan), each) for each in (one, other))
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

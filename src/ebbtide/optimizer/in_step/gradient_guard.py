@@ -41,7 +41,7 @@ _CLIPPED = (
 
 
 class GuardState(enum.Enum):
-    """Of the parameters that a backward has updated."""
+    """How far the step is that has updated parameters in its backward."""
 
     CLEARED = "cleared: a backward may begin"
     UPDATED = "updated, and the optimizer has not stepped"
@@ -49,7 +49,7 @@ class GuardState(enum.Enum):
 
 
 class GradientGuard:
-    """Those of one model.
+    """Applied gradients of one model.
 
     Args:
         functions: of the optimizer's class.
@@ -78,12 +78,12 @@ class GradientGuard:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters."""
+        """Names of the parameters that have been updated and are not cleared."""
         return [name for _, name in self._names.values()]
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """That have been updated and are not cleared."""
+        """These parameters."""
         return [parameter for parameter, _ in self._names.values()]
 
     def add(self, parameters: Sequence[tuple[torch.Tensor, str]]) -> None:
@@ -101,7 +101,7 @@ class GradientGuard:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Definition 5."""
+        """While open, parameters have their own classes (definition 5)."""
         self._hide()
         try:
             yield
@@ -110,7 +110,7 @@ class GradientGuard:
 
     def _show(self) -> None:
         for parameter, _ in self._names.values():
-            _asked[id(parameter)] = self
+            _guards[id(parameter)] = self
             if "_ebbtide_applied" not in vars(type(parameter)):
                 parameter.__class__ = _class_of(type(parameter))  # type: ignore[assignment]
 
@@ -119,7 +119,7 @@ class GradientGuard:
             self._plain(parameter)
 
     def _plain(self, parameter: torch.Tensor) -> None:
-        _asked.pop(id(parameter), None)
+        _guards.pop(id(parameter), None)
         if "_ebbtide_applied" in vars(type(parameter)):
             parameter.__class__ = type(parameter).__bases__[0]  # type: ignore[assignment]
 
@@ -195,7 +195,7 @@ class GradientGuard:
         )
 
 
-_asked: dict[int, GradientGuard] = {}
+_guards: dict[int, GradientGuard] = {}
 """By id of a parameter that has a generated class, who answers; it keeps the parameter alive."""
 
 
@@ -205,15 +205,15 @@ class _Gradient:
     def __get__(self, parameter: torch.Tensor | None, kind: type) -> Any:
         if parameter is None:
             return self
-        answers = _asked.get(id(parameter))
-        return gradient_of(parameter) if answers is None else answers.read(parameter, reader())
+        guard = _guards.get(id(parameter))
+        return gradient_of(parameter) if guard is None else guard.read(parameter, reader())
 
     def __set__(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        answers = _asked.get(id(parameter))
-        if answers is None:
+        guard = _guards.get(id(parameter))
+        if guard is None:
             set_gradient(parameter, gradient)
         else:
-            answers.write(parameter, gradient, reader())
+            guard.write(parameter, gradient, reader())
 
     def __delete__(self, parameter: torch.Tensor) -> None:
         self.__set__(parameter, None)

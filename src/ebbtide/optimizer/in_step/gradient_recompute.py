@@ -34,10 +34,10 @@ from ebbtide.torch_seams.trees import tree_leaves, tree_map
 __all__ = ["Cut", "cut_at", "cuts_of", "likes_in", "with_recompute_pass"]
 
 PREFIX = "again_"
-"""Of the names of what is made again; that of the first one follows."""
+"""Begins the name of what is made again; that of the first one follows."""
 
 PRICES = (10, 60, 400, 100_000)
-"""That cuts are looked for at (definition 3): from hardly anything made again to all that can be."""
+"""Prices that cuts are looked for at (definition 3): from hardly anything made again to all that can be."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Cut:
     kept_bytes: int
 
 
-_known: weakref.WeakKeyDictionary[fx.Graph, dict[int, Cut]] = weakref.WeakKeyDictionary()
+_cuts: weakref.WeakKeyDictionary[fx.Graph, dict[int, Cut]] = weakref.WeakKeyDictionary()
 
 
 def cuts_of(captured: Captured, prices: Sequence[int] = PRICES) -> Iterator[Cut]:
@@ -70,10 +70,10 @@ def cuts_of(captured: Captured, prices: Sequence[int] = PRICES) -> Iterator[Cut]
 
 def cut_at(captured: Captured, price: int) -> Cut:
     """The cut of least cost at a price (definition 3); ``captured`` takes their norms."""
-    known = _known.setdefault(captured.graph, {})
-    if price not in known:
-        known[price] = _cut(captured, price)
-    return known[price]
+    cuts = _cuts.setdefault(captured.graph, {})
+    if price not in cuts:
+        cuts[price] = _cut(captured, price)
+    return cuts[price]
 
 
 def _cut(captured: Captured, price: int) -> Cut:
@@ -92,8 +92,8 @@ def _cut(captured: Captured, price: int) -> Cut:
     kept = {b: model.column(price / 100 * program.buffers[b].bytes / of_gradients) for b in buffers}
     for b in buffers:
         producer = program.buffers[b].producer
-        made = [(runs[producer], 1.0)] if producer is not None else []
-        model.row("there", [(kept[b], 1.0), *made, (there[b], -1.0)], lower=0.0)
+        reruns = [(runs[producer], 1.0)] if producer is not None else []
+        model.row("there", [(kept[b], 1.0), *reruns, (there[b], -1.0)], lower=0.0)
     for i in ops:
         for b in program.ops[i].inputs:
             if b in there:
@@ -129,7 +129,7 @@ def _partial_norms(captured: Captured) -> list[fx.Node]:
 
 
 def _may_be_made_again(captured: Captured, index: int) -> bool:
-    """Definition 4."""
+    """Whether an op may run once more (definition 4)."""
     op = captured.program.ops[index]
     tensors = [each for each in tensors_of(captured.op_nodes[index].meta["val"]) if each is not None]
     whole = all(captured.program.buffers[b].whole for b in op.outputs)
@@ -142,23 +142,23 @@ def with_recompute_pass(captured: Captured, cut: Cut) -> Captured:
     nodes: dict[fx.Node, fx.Node] = {}
     results = list(tree_leaves(graph.graph_copy(captured.graph, nodes)))
     ops = {node: index for index, node in enumerate(captured.op_nodes)}
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in captured.graph.nodes:
         if node.op != "call_function" or isinstance(node.target, PartialNorm):
             continue
-        view = node not in ops and node in captured.buffer_of and any(each in made for each in node.all_input_nodes)
+        view = node not in ops and node in captured.buffer_of and any(each in copies for each in node.all_input_nodes)
         if ops.get(node) in cut.again or view:
-            copy = graph.node_copy(node, lambda each: made.get(each, nodes[each]))
+            copy = graph.node_copy(node, lambda each: copies.get(each, nodes[each]))
             copy.name = PREFIX + node.name
             copy.meta = {**node.meta, "val": _like(node, copy, is_op=not view)}
-            made[node] = copy
+            copies[node] = copy
     count = captured.forward_output_count
     for norm in _partial_norms(captured):
         target = norm.target
         assert isinstance(target, PartialNorm)
-        results[count + target.position] = made.get(norm.args[0], nodes[norm.args[0]])  # type: ignore[index, arg-type]
+        results[count + target.position] = copies.get(norm.args[0], nodes[norm.args[0]])  # type: ignore[index, arg-type]
     read = {each for each in results if isinstance(each, fx.Node)}
-    for copy in reversed(made.values()):
+    for copy in reversed(copies.values()):
         if not copy.users and copy not in read:
             graph.erase_node(copy)
     graph.output(tuple(results)).meta = dict(captured.graph.output_node().meta)

@@ -53,9 +53,9 @@ class UpdateInsertion:
         updates = self._updates(captured)
         if not updates:
             return captured
-        made = with_updates(captured, updates)
-        prove_updates(captured, made)
-        return made
+        updating = with_updates(captured, updates)
+        prove_updates(captured, updating)
+        return updating
 
     def with_norms(self, captured: Captured) -> Captured:
         """``captured`` with norms of all gradients, where something is to be known of all; before any rewrite of it.
@@ -76,9 +76,11 @@ class UpdateInsertion:
             )
             for each in updates
         }
-        made = with_norms(captured, norms, self._costs.of_total_norm([self._trained[each.parameter] for each in norms]))
-        prove_norms(captured, made, [each.position for each in norms])
-        return made
+        normed = with_norms(
+            captured, norms, self._costs.of_total_norm([self._trained[each.parameter] for each in norms])
+        )
+        prove_norms(captured, normed, [each.position for each in norms])
+        return normed
 
     def _refuse_what_is_left(self, captured: Captured, updated: set[int]) -> None:
         gradients = captured.outputs[captured.forward_output_count :]

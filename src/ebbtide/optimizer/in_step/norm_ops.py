@@ -111,7 +111,7 @@ def with_norms(
     count = captured.forward_output_count
     place = {node: index for index, node in enumerate(captured.graph.nodes)}
     in_order = sorted(norms, key=lambda each: place[captured.outputs[count + each.position]])
-    made: list[fx.Node] = []
+    partials: list[fx.Node] = []
     for norm in in_order:
         original = captured.outputs[count + norm.position]
         gradient = nodes[original]
@@ -120,11 +120,11 @@ def with_norms(
         with graph.inserting_after(gradient):
             node = graph.create_node("call_function", norm, (gradient, *norms[norm]), name=f"partial_norm_{name}")
         _describe(node, gradient)
-        made.append(node)
-    with graph.inserting_after(made[-1]):
+        partials.append(node)
+    with graph.inserting_after(partials[-1]):
         positions = tuple(each.position for each in in_order)
-        total = graph.create_node("call_function", TotalNorm(positions), (*made, *total_costs), name="total_norm")
-    _describe(total, made[-1])
+        total = graph.create_node("call_function", TotalNorm(positions), (*partials, *total_costs), name="total_norm")
+    _describe(total, partials[-1])
     graph.output(tuple(results)).meta = dict(captured.graph.output_node().meta)
     return reread(captured, graph)
 

@@ -60,17 +60,14 @@ __all__ = ["OptimizerInBackward"]
 
 
 class OptimizerInBackward:
-    """Of one fitted model.
+    """The optimizer of one fitted model, which steps in its backwards.
 
     Args:
         optimizer: whose step may be taken for one parameter at a time (``in_step.coupling``).
         clipping: by what gradients are clipped first.
-        scaler: that scales losses, if it does.
+        scaler: that scales losses, if it is enabled.
 
     Attributes:
-        optimizer: likewise.
-        clipping: likewise.
-        scaler: likewise; ``None`` if it is not enabled.
         total_norm: of the gradients of the last backward that has taken it, before they were clipped.
         gradient_guard: what has been updated and is not cleared.
         update_audit: by the last updates, until ``optimizer.step()`` ends.
@@ -138,23 +135,20 @@ class OptimizerInBackward:
     @property
     def settings(self) -> tuple[object, ...]:
         """What of the optimizer's options its updates' bytes depend on, group by group."""
-        return tuple(settings_of(group) for group in self.optimizer.param_groups)
+        return settings_of(*self.optimizer.param_groups)
 
     def _all_settings(self) -> object:
-        """The same and its attributes: with others it is tried out again."""
-        return settings_of(vars(self.optimizer)), self.settings
+        """What it depends on whether parameters are stepped for themselves: attributes and options."""
+        return settings_of(vars(self.optimizer), *self.optimizer.param_groups)
 
     @property
     def updated_and_not_stepped(self) -> set[int]:
         """Ids of the parameters that a backward has updated and of which ``optimizer.step()`` does not know yet."""
-        return (
-            {id(each) for each in self.gradient_guard.parameters}
-            if self.gradient_guard.state is GuardState.UPDATED
-            else set()
-        )
+        guard = self.gradient_guard
+        return {id(each) for each in guard.parameters} if guard.state is GuardState.UPDATED else set()
 
     def parameters(self) -> list[torch.Tensor]:
-        """Of the model, in the order in which it gives them."""
+        """Parameters of the model, in its own order."""
         module = None if self._module is None else self._module()
         return [] if module is None else list(module.parameters())
 
@@ -166,7 +160,7 @@ class OptimizerInBackward:
         return self.accumulates_in(threading.get_ident())
 
     def accumulates_in(self, thread: int) -> bool:
-        """The same of another one: the backwards of a card run in its own."""
+        """Whether another thread is: the backwards of a card run in their own."""
         return self._accumulating[thread] > 0
 
     @contextmanager
@@ -253,11 +247,14 @@ class OptimizerInBackward:
                     state[parameter] = state.pop(parameter)
 
     def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Definitions 3 to 6; returns what is called in place of a closure, whose gradients are to come."""
+        """Clip and step what no backward has, and refuse what comes too late (definitions 3 to 6).
+
+        Returns what is called in place of a closure, whose gradients are to come.
+        """
         self._stepped_by.clear()  # of a step that was interrupted
         closure = closure_in(args, kwargs)
-        given = [*args[2:], *(value for name, value in kwargs.items() if name != "closure")]
-        if any(each is not None for each in given) and (
+        others = [*args[2:], *(value for name, value in kwargs.items() if name != "closure")]
+        if any(each is not None for each in others) and (
             closure is not None or self.gradient_guard.state is GuardState.UPDATED
         ):
             raise UpdateError(
@@ -294,7 +291,7 @@ class OptimizerInBackward:
                     yield group, parameter, gradient
 
     def _step_each(self) -> None:
-        """Definition 6."""
+        """Step what has a gradient, one parameter after the other (definition 6)."""
         try:
             for group, parameter, gradient in list(self._with_gradients()):
                 self._stepped_by.append((parameter, gradient))
@@ -304,7 +301,7 @@ class OptimizerInBackward:
             raise
 
     def _show_gradients(self) -> None:
-        """Those by which :meth:`_step_each` has stepped are where they were."""
+        """Put the gradients by which :meth:`_step_each` has stepped where they were."""
         while self._stepped_by:
             set_gradient(*self._stepped_by.pop())
 
@@ -327,7 +324,7 @@ class OptimizerInBackward:
         return result
 
     def _allow_step(self) -> None:
-        """Definitions 3 and 4, once nothing but the step itself is to come."""
+        """Refuse a step that eager would take otherwise (definitions 3 and 4): nothing but it is to come."""
         if self.gradient_guard.state is not GuardState.UPDATED:
             return
         try:
@@ -361,7 +358,7 @@ class OptimizerInBackward:
             self.gradient_guard.stepped_round = self.gradient_guard.rounds
 
     def _clip(self, clipping: Clipping) -> None:
-        """Definition 5."""
+        """Clip gradients of which no backward has updated anything (definition 5)."""
         parameters = self.parameters()
         if any(gradient_of(each) is not None for each in parameters):
             self.total_norm = torch.nn.utils.clip_grad_norm_(
@@ -373,7 +370,7 @@ class OptimizerInBackward:
             )
 
     def _refuse_late_gradients(self) -> None:
-        """Definition 4."""
+        """Refuse gradients from elsewhere, which came after the update (definition 4)."""
         pairs = zip(self.gradient_guard.names, self.gradient_guard.parameters, strict=True)
         late = [name for name, each in pairs if gradient_of(each) is not None]
         if late:

@@ -61,7 +61,7 @@ def prove_recompute_pass(captured: Captured, after: Captured) -> int:
     Raises:
         RewriteError: if it is not.
     """
-    proof = _SecondPass(captured, _WHAT)
+    proof = _RecomputePass(captured, _WHAT)
     proof.walk(after)
     return sum(proof.claims[node].name != node.name for node in after.op_nodes)
 
@@ -82,20 +82,20 @@ class _WithCopies(Claims):
 
 
 class _Updates(_WithCopies):
-    """Definitions 1 to 4."""
+    """A step with updates against the one without (definitions 1 to 4)."""
 
     def __init__(self, captured: Captured, updating: Captured) -> None:
         super().__init__(captured)
-        self.inside, self.ops = updating, set(updating.op_nodes)
+        self.updating, self.ops = updating, set(updating.op_nodes)
         total = total_norm_of(captured)
         self.totals = [] if total is None else [total]
         self.taken: dict[int, int] = {}  # by position, the storage that is changed
 
     def own(self, node: fx.Node) -> Any:
-        """Definition 2, and of every node definition 4."""
+        """What an update claims (definition 2); no node reads what was updated (definition 4)."""
         for source in node.all_input_nodes if node in self.ops else ():
             value = source.meta.get("val")
-            resident = self.inside.buffer_of.get(source, 0) is None
+            resident = self.updating.buffer_of.get(source, 0) is None
             if resident and isinstance(value, torch.Tensor):
                 self.require(storage_key(value) not in self.taken.values(), f"{node.name} reads what was updated")
         if not isinstance(node.target, Update):
@@ -105,25 +105,25 @@ class _Updates(_WithCopies):
         gradient = self.claim(node.args[0]) is self.wanted[update.position]
         self.require(gradient, f"{update.parameter} has another gradient")
         applied = node.args[0]
-        buffer = self.inside.buffer_of.get(applied) if isinstance(applied, fx.Node) else None
-        readers = () if buffer is None else self.inside.program.readers[buffer]
-        others = [each for each in (self.inside.op_nodes[index] for index in readers) if each is not node]
+        buffer = self.updating.buffer_of.get(applied) if isinstance(applied, fx.Node) else None
+        readers = () if buffer is None else self.updating.program.readers[buffer]
+        others = [each for each in (self.updating.op_nodes[index] for index in readers) if each is not node]
         alone = buffer is not None and all(isinstance(each.target, PartialNorm) for each in others)
         self.require(alone, f"others read the gradient of {update.parameter}")
         waits = [self.claim(each) for each in node.args[1:-2] if isinstance(each, fx.Node)]
         self.require(waits == self.totals, f"the update of {update.parameter} does not wait for all gradients")
         self.require(not node.users, f"somebody reads the update of {update.parameter}")
-        self.taken[update.position] = storage_key(self.inside.primals[update.position].meta["val"])
+        self.taken[update.position] = storage_key(self.updating.primals[update.position].meta["val"])
         return _NOTHING
 
     def output(self, node: fx.Node) -> None:
-        """Definition 3."""
+        """Outputs are as before, but for gradients that updates have taken (definition 3)."""
         left = [None if position in self.taken else each for position, each in enumerate(self.wanted)]
         self.outputs_are(tree_leaves(node.args), [*self.step.outputs[: self.step.forward_output_count], *left])
 
 
 class _Norms(_WithCopies):
-    """Definition 5."""
+    """A step that takes norms against the one that takes none (definition 5)."""
 
     def __init__(self, captured: Captured, normed: Captured, positions: Iterable[int]) -> None:
         super().__init__(captured)
@@ -155,8 +155,8 @@ class _Norms(_WithCopies):
         super().output(node)
 
 
-class _SecondPass(Claims):
-    """Definition 6."""
+class _RecomputePass(Claims):
+    """A step with a recompute pass against the one without (definition 6)."""
 
     def like_of(self, node: fx.Node) -> fx.Node | None:
         """The call that it is named after."""

@@ -15,36 +15,35 @@ import torch
 from ebbtide.errors import UpdateError
 from ebbtide.optimizer.in_step.gradient_guard import GradientGuard
 from ebbtide.optimizer.in_step.updates import names_of
-from ebbtide.optimizer.state.options import attributes_of, is_plain
+from ebbtide.optimizer.state.options import value_of, values_of
 from ebbtide.torch_seams.storages import version_of
 
 __all__ = ["UpdateAudit"]
 
 
 class UpdateAudit:
-    """Of the updates of one model.
+    """What the updates of one model have used.
 
     Args:
-        optimizer: whose they are.
-        applied: what has been updated.
+        optimizer: whose updates they are.
+        guard: knows what has been updated.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, guard: GradientGuard) -> None:
         self._optimizer = optimizer
-        self._applied = guard
+        self._guard = guard
         self._options: list[dict[str, Any]] = []
-        self._attributes: dict[str, Any] = {}
         self._weights: dict[int, object] = {}
         self._state: dict[int, object] = {}
 
     def note_options(self) -> None:
         """Updates begin."""
-        self._options, self._attributes = self._options_now(), attributes_of(self._optimizer)
+        self._options = self._options_now()
 
     def note_tensors(self) -> None:
         """Updates have been made: what they wrote is what there is to be."""
-        self._weights = {id(each): version_of(each) for each in self._applied.parameters}
-        self._state = {id(each): self._state_of(each) for each in self._applied.parameters}
+        self._weights = {id(each): version_of(each) for each in self._guard.parameters}
+        self._state = {id(each): self._state_of(each) for each in self._guard.parameters}
 
     def refuse_changes(self) -> None:
         """``optimizer.step()`` begins.
@@ -59,7 +58,7 @@ class UpdateAudit:
                 f"the optimizer's state of {names} changed between loss.backward() and optimizer.step(), and "
                 'step="inside" has updated by it in the backward: eager changes first and updates then. Change '
                 "state (load_state_dict, state.clear()) before the forward or after optimizer.step()",
-                updated=self._applied.names,
+                updated=self._guard.names,
             )
 
     def refuse_other_weights(self) -> None:
@@ -74,48 +73,32 @@ class UpdateAudit:
                 f"{names} were written to between loss.backward() and the end of optimizer.step(), and "
                 'step="inside" has updated them in the backward: eager writes first and updates what was written. '
                 "Write to weights (decay, clamping, load_state_dict) before the forward or after optimizer.step()",
-                updated=self._applied.names,
+                updated=self._guard.names,
             )
 
     def _refuse_other_options(self) -> None:
-        now, attributes = self._options_now(), attributes_of(self._optimizer)
-        if now == self._options and attributes == self._attributes:
+        now = self._options_now()
+        if now == self._options:
             return
-        pairs = [*zip(self._options, now, strict=False), (self._attributes, attributes)]
+        pairs = list(zip(self._options, now, strict=True)) if len(now) == len(self._options) else []
         changed = sorted({key for a, b in pairs for key in {*a, *b} if a.get(key) != b.get(key)}) or ["groups"]
         raise UpdateError(
             f"{', '.join(changed)} of the optimizer changed between loss.backward() and optimizer.step(), and "
             'step="inside" has applied the gradients in the backward, with what was set before. Change options before '
             "loss.backward(), or after optimizer.step() as schedulers do",
-            updated=self._applied.names,
+            updated=self._guard.names,
         )
 
     def _changed(self, versions: Mapping[int, object], now: Callable[[torch.Tensor], object]) -> str:
         """Names of the parameters of which something is known and is another thing ``now``."""
-        pairs = zip(self._applied.names, self._applied.parameters, strict=True)
+        pairs = zip(self._guard.names, self._guard.parameters, strict=True)
         changed = [name for name, each in pairs if id(each) in versions and versions[id(each)] != now(each)]
         return names_of(changed) if changed else ""
 
     def _options_now(self) -> list[dict[str, Any]]:
-        return [_options(group) for group in self._optimizer.param_groups]
+        groups = [{"params": [id(each) for each in group["params"]]} for group in self._optimizer.param_groups]
+        return [values | own for values, own in zip(values_of(self._optimizer), [*groups, {}], strict=True)]
 
     def _state_of(self, parameter: torch.Tensor) -> object:
         """Who asks for state that there is none of makes it empty."""
-        return _value(self._optimizer.state.get(parameter) or {})
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group as they are now; of a tensor which one and how often it was written to."""
-    return {key: _value(value) for key, value in group.items() if key != "params"} | {
-        "params": [id(each) for each in group["params"]]
-    }
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return id(value), version_of(value)
-    if isinstance(value, Mapping):
-        return {key: _value(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(map(_value, value))
-    return value if is_plain(value) else id(value)
+        return value_of(self._optimizer.state.get(parameter) or {})

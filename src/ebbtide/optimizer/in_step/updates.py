@@ -37,7 +37,7 @@ from ebbtide.torch_seams.trees import tree_leaves
 __all__ = ["PREFIX", "Update", "updatable", "updates_in", "with_updates"]
 
 PREFIX = "ebbtide.update."
-"""Of the targets of updates; the class of the optimizer follows."""
+"""Begins the target of an update; the class of the optimizer follows."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import functools
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -26,21 +25,12 @@ from ebbtide.transfers.traffic import Traffic
 __all__ = ["Batch"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Member:
-    """A tensor of the batch, with its place and the copy that took it there."""
-
-    emptied: Emptied
-    slot: Slot
-    copy: Copy
-
-
 class Batch:
     """What was offloaded together, in one region. Whoever has it sees to it that one thread at a time uses it.
 
     Args:
         tensors: that can be offloaded; they are copied.
-        way: the tier.
+        path: to the tier.
         traffic: to which what moves is added.
 
     Raises:
@@ -48,13 +38,13 @@ class Batch:
     """
 
     def __init__(self, tensors: list[torch.Tensor], path: TransferPath, traffic: Traffic) -> None:
-        self._way, self._traffic = path, traffic
+        self._path, self._traffic = path, traffic
         self._process = os.getpid()
         slots = list(_slots(tensors, path.name))
         self._region = region = path.region(region_bytes(slots)[path.name])
         self._end = weakref.finalize(self, _give_back, path, region, self._process)
         self._end.atexit = False
-        self._members: list[_Member] = []
+        self._members: list[tuple[Emptied, Slot, Copy]] = []
         self._copied = list(zip(slots, self._copies(tensors, slots), strict=True))
 
     def empty(self, tensors: list[torch.Tensor], refusal: str) -> None:
@@ -71,14 +61,14 @@ class Batch:
                     restore(tensors[index])
                     continue
                 emptied.storage.resize_(0)
-                self._members.append(_Member(emptied, slot, copy))
+                self._members.append((emptied, slot, copy))
                 self._traffic.out_bytes += slot.bytes
 
     def _copies(self, tensors: list[torch.Tensor], slots: list[Slot]) -> list[Copy]:
         copies: list[Copy] = []
         try:
             for slot, tensor in zip(slots, tensors, strict=True):
-                copies.append(self._way.send(self._region, slot, tensor, _nothing, timed=self._traffic.timed))
+                copies.append(self._path.send(self._region, slot, tensor, _nothing, timed=self._traffic.timed))
             for copy in copies:
                 copy.join(self._traffic)
         except BaseException:
@@ -93,12 +83,12 @@ class Batch:
 
     def offloaded_bytes(self) -> int:
         """Bytes of its tensors that live and have no memory; the others are forgotten."""
-        self._members = [each for each in self._members if each.emptied.is_offloaded]
-        return sum(each.slot.bytes for each in self._members)
+        self._members = [each for each in self._members if each[0].is_offloaded]
+        return sum(slot.bytes for _, slot, _ in self._members)
 
     def holds_any(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether any of ``tensors`` is offloaded with it."""
-        own = {id(each.emptied.tensor()) for each in self._members}
+        own = {id(emptied.tensor()) for emptied, _, _ in self._members}
         return any(id(each) in own for each in tensors)
 
     def bring_back(self) -> None:
@@ -110,28 +100,28 @@ class Batch:
         if self._members and os.getpid() != self._process:
             raise TierError(
                 "this process was forked while the optimizer's state was on the "
-                f"{self._way.name} tier, where it belongs to the process that it was forked from; start processes "
+                f"{self._path.name} tier, where it belongs to the process that it was forked from; start processes "
                 "before the forward or after optimizer.step(), or take optimizer.state_dict() first",
-                tier=self._way.name,
+                tier=self._path.name,
             )
         while self._members:
-            each = self._members[-1]
-            if each.emptied.is_offloaded:
-                fill(each.emptied, functools.partial(self._fetch, each))
-                self._traffic.in_bytes += each.slot.bytes
+            emptied, slot, copy = each = self._members[-1]
+            if emptied.is_offloaded:
+                fill(emptied, functools.partial(self._fetch, slot, copy))
+                self._traffic.in_bytes += slot.bytes
             if self._members and self._members[-1] is each:
                 self._members.pop()
         self._end()
 
-    def _fetch(self, each: _Member, tensor: torch.Tensor) -> None:
-        copy = self._way.fetch(self._region, each.slot, tensor, each.copy, _nothing, timed=self._traffic.timed)
+    def _fetch(self, slot: Slot, sent: Copy, tensor: torch.Tensor) -> None:
+        copy = self._path.fetch(self._region, slot, tensor, sent, _nothing, timed=self._traffic.timed)
         copy.join(self._traffic)
         if copy.failure:
             raise TierError(
-                f"bringing {each.slot.name} back from the {each.slot.tier} tier failed: {copy.failure}. It is still "
+                f"bringing {slot.name} back from the {slot.tier} tier failed: {copy.failure}. It is still "
                 "there and is fetched again by the next optimizer.step() or state_dict(); see to the disk, or go on "
                 "from a checkpoint",
-                tier=each.slot.tier,
+                tier=slot.tier,
             )
 
 

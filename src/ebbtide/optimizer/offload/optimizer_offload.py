@@ -28,16 +28,15 @@ import torch
 from ebbtide.errors import TierError
 from ebbtide.measurement.resident import as_stepping, kept_by, optimizers_in
 from ebbtide.optimizer.offload.batch import Batch
+from ebbtide.optimizer.offload.forecast import Forecast, forecast_offload, is_moved
+from ebbtide.optimizer.state.options import settings_of
 from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.offloaded import can_offload, is_offloaded, own_memory
 from ebbtide.torch_seams.optimizers import closure_in, first_of_step_pre_hooks, with_closure
 from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.traffic import Traffic
 
-__all__ = ["LEAST_BYTES", "OptimizerOffload", "is_moved", "offload_of"]
-
-LEAST_BYTES = 64 * 2**10
-"""Smaller tensors of state stay."""
+__all__ = ["OptimizerOffload", "offload_of"]
 
 
 class OptimizerOffload:
@@ -51,7 +50,6 @@ class OptimizerOffload:
         path: that state leaves by from now on. The model that is fitted last says.
         traffic: what has moved since the state left last.
         users: models that it is for.
-        moving_bytes: that were offloaded after :meth:`send`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, path: TransferPath) -> None:
@@ -75,7 +73,8 @@ class OptimizerOffload:
         ]
         _give_own_memory(optimizer)
         self.users = 0
-        self.moving_bytes = 0
+        self._moving_bytes = 0
+        self._forecast: tuple[object, Forecast] = (None, Forecast())
 
     def send(self) -> None:
         """Offload all state that can leave (definition 2).
@@ -104,12 +103,12 @@ class OptimizerOffload:
                 )
                 self._batches.append(Batch(leaving, self.path, self.traffic))
                 self._batches[-1].empty(leaving, refusal)
-            self.moving_bytes = sum(each.offloaded_bytes() for each in self._batches)
+            self._moving_bytes = sum(each.offloaded_bytes() for each in self._batches)
 
     def _has_left(self, tensor: torch.Tensor) -> bool:
         """Whether it has before, so that its memory is torch's."""
-        known = self._left_once.get(id(tensor))
-        return known is not None and known() is tensor
+        reference = self._left_once.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def bring_back(self) -> None:
         """Bring all of the state back (definition 3).
@@ -153,7 +152,20 @@ class OptimizerOffload:
     def _after_loading(self, optimizer: torch.optim.Optimizer) -> None:
         _give_own_memory(optimizer)
 
-    def end(self) -> None:
+    @property
+    def forecast(self) -> Forecast:
+        """What is counted of the optimizer, looked at again where what that depends on has changed."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "a fitted model holds its optimizer"
+        parts, groups = optimizers_in(optimizer), optimizer.param_groups
+        parameters = [(id(each), each.requires_grad) for group in groups for each in group["params"]]
+        states, settings = [len(each.state) for each in parts], settings_of(vars(optimizer), *groups)
+        key = (states, parameters, settings, self._moving_bytes, self.path.name)
+        if self._forecast[0] != key:
+            self._forecast = (key, forecast_offload(optimizer, self._moving_bytes, self.path.name))
+        return self._forecast[1]
+
+    def release(self) -> None:
         """Let go of it for one model. After the last one, what is offloaded comes back and nothing moves any more.
 
         Raises:
@@ -167,11 +179,6 @@ class OptimizerOffload:
         if not self.users:
             for hook in self._hooks:
                 hook.remove()
-
-
-def is_moved(size: int) -> bool:
-    """Whether a tensor of state of so many bytes is large enough to leave."""
-    return size >= LEAST_BYTES
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
@@ -207,7 +214,7 @@ _offloads: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerOffload] = 
 
 
 def offload_of(optimizer: torch.optim.Optimizer, path: TransferPath) -> OptimizerOffload:
-    """The one of ``optimizer``, which models that share it share; each has to :meth:`~OptimizerOffload.end` it."""
+    """The one of ``optimizer``, which models that share it share; each has to :meth:`~OptimizerOffload.release` it."""
     optimizer = as_stepping(optimizer)
     found = _offloads.get(optimizer)
     if found is None:

@@ -72,10 +72,10 @@ def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has stepped and keeps state under other names than its parameters."""
-    held: list[object] = [state for key, state in optimizer.state.items() if not isinstance(key, torch.Tensor)]
+    values: list[object] = [state for key, state in optimizer.state.items() if not isinstance(key, torch.Tensor)]
     for group in optimizer.param_groups:
-        held += [value for key, value in group.items() if key != "params" and isinstance(value, list | dict)]
-    return any(True for _ in tensors_in(held))
+        values += [value for key, value in group.items() if key != "params" and isinstance(value, list | dict)]
+    return any(True for _ in tensors_in(values))
 
 
 def _keeps_for_others(optimizer: torch.optim.Optimizer, parts: Iterable[torch.optim.Optimizer]) -> bool:
@@ -119,8 +119,8 @@ def _tries(
             yield error
         else:
             yield found
-    known: dict[int, int] = dict(zip(_SIZES, like.shape, strict=False))
-    shape = tuple(min(pair) for pair in known.items())
+    sizes: dict[int, int] = dict(zip(_SIZES, like.shape, strict=False))
+    shape = tuple(min(pair) for pair in sizes.items())
     if len(shape) < like.ndim:
         return
     try:
@@ -130,7 +130,7 @@ def _tries(
             raise
         yield error
     else:
-        yield [_scaled_bytes(each, shape, like, known) for each in state]
+        yield [_scaled_bytes(each, shape, like, sizes) for each in state]
 
 
 def _state_after(
@@ -140,17 +140,15 @@ def _state_after(
     stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
     stand_in.grad = torch.zeros_like(stand_in)
     trial = stand_in_of(optimizer, [{**options, "params": [stand_in]}])
-    made = [held_by(each)[1] for each in optimizers_in(trial)]  # as the optimizer itself has made them already
-    given = {id(each) for each in tensors_in([stand_in, options, made])}
+    attributes = [held_by(each)[1] for each in optimizers_in(trial)]  # as the optimizer itself has made them already
+    before = {id(each) for each in tensors_in([stand_in, options, attributes])}
     trial.step()
     kept = tensors_in([held_by(each) for each in optimizers_in(trial)])
-    return [each for each in kept if id(each) not in given]
+    return [each for each in kept if id(each) not in before]
 
 
-def _scaled_bytes(
-    state: torch.Tensor, shape: tuple[int, ...], like: torch.nn.Parameter, state_bytes: dict[int, int]
-) -> int:
+def _scaled_bytes(state: torch.Tensor, shape: tuple[int, ...], like: torch.nn.Parameter, sizes: dict[int, int]) -> int:
     """Bytes of what ``state``, of a parameter of ``shape``, is for one like ``like``."""
     if state.numel() == math.prod(shape):
         return like.numel() * state.element_size()
-    return math.prod(state_bytes.get(size, size) for size in state.shape) * state.element_size()
+    return math.prod(sizes.get(size, size) for size in state.shape) * state.element_size()

@@ -1,15 +1,15 @@
-"""What an optimizer is told: options in its groups and in its attributes, read for three purposes.
+"""The options of an optimizer, which are in its groups and in its attributes.
 
-1. To make another one: :func:`options_of` a group, and what :func:`is_option` among the attributes.
-2. To know whether a step takes as many bytes as before: :func:`settings_of`, in which numbers are 0 or not.
-3. To see whether somebody has changed one: :func:`attributes_of`, values themselves.
+1. To make another one they are copied: :func:`options_of` a group, and of attributes what :func:`is_option`.
+2. To see whether somebody has changed one they are compared by value: :func:`values_of`.
+3. What a step takes depends on some of them, and of numbers on whether they are 0: :func:`settings_of`.
 """
 
 from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -17,57 +17,79 @@ from typing import Any
 import torch
 
 from ebbtide.measurement.resident import tensors_in
+from ebbtide.torch_seams.storages import version_of
 
-__all__ = ["attributes_of", "is_option", "is_plain", "options_of", "settings_of"]
+__all__ = ["is_option", "is_plain", "options_of", "settings_of", "values_of"]
 
 _RATE = "lr"  # schedules begin at 0
 _SETTINGS = (bool, int, float, str, tuple, type(None))  # not `bool | ...`, which is made anew for every value
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a trial of an optimizer is made with in place of ``group``, besides parameters; nothing that it changes."""
-    given: dict[str, Any] = {}
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the options of a group, without parameters and whatever holds tensors."""
+    copies: dict[str, Any] = {}
     for key, value in group.items():
         if isinstance(value, list | dict | set):
             if key != "params" and not any(True for _ in tensors_in(value)):
                 with suppress(Exception):  # of what cannot be copied, such as a lock, the constructor has another
-                    given[key] = copy.deepcopy(value)
+                    copies[key] = copy.deepcopy(value)
         else:
-            given[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-    return given
+            copies[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return copies
 
 
-def settings_of(options: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
-    """What of a group's options an update's bytes depend on: flags such as amsgrad, whether there is a momentum.
+def settings_of(*options: Mapping[str, Any]) -> tuple[object, ...]:
+    """What the bytes of a step depend on: flags such as amsgrad, whether there is a momentum.
 
-    Of a number that is whether it is 0; numbers may count steps.
+    Args:
+        options: groups, or attributes; numbers among them may count steps.
     """
-    plain = [(name, value) for name, value in options.items() if isinstance(value, _SETTINGS) and name != _RATE]
-    return tuple([(name, _said(value)) for name, value in plain])
+    return tuple(
+        (name, _setting(value))
+        for each in options
+        for name, value in each.items()
+        if isinstance(value, _SETTINGS) and name != _RATE
+    )
 
 
-def _said(value: object) -> object:
+def _setting(value: object) -> object:
     if isinstance(value, tuple):  # betas
-        return tuple(map(_said, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return tuple(map(_setting, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return value if value is None or isinstance(value, (bool, str)) else bool(value)
 
 
+def values_of(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Options by value: those of each group (of its own if ``None``), then those in public attributes.
+
+    Of attributes that is what is plain, but for whole numbers: somebody may count there.
+    """
+    groups = optimizer.param_groups if groups is None else groups
+    own = {name: value for name, value in vars(optimizer).items() if name[:1] != "_" and is_plain(value)}
+    counted = [name for name, value in own.items() if isinstance(value, int) and not isinstance(value, bool)]
+    values = [{name: value_of(value) for name, value in group.items() if name != "params"} for group in groups]
+    return [*values, {name: value for name, value in own.items() if name not in counted}]
+
+
+def value_of(value: Any) -> Any:
+    """Something that equals another such if nothing has changed: of a tensor which one, and how often written to."""
+    if isinstance(value, torch.Tensor):
+        return id(value), version_of(value)
+    if isinstance(value, Mapping):
+        return {key: value_of(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(map(value_of, value))
+    return value if is_plain(value) else id(value)
+
+
 def is_option(value: object, depth: int = 4) -> bool:
-    """Whether it is a function that holds nothing, or a dictionary of such and of plain values, by names."""
+    """Whether it is a plain value, a function that holds nothing, or a dictionary of such, by names."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(key, str) and is_option(each, depth - 1) for key, each in value.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     if isinstance(value, types.FunctionType):
         return not value.__closure__
     return is_plain(value) or isinstance(value, types.BuiltinFunctionType)
-
-
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What of an optimizer's public attributes is plain, but for whole numbers: somebody may count there."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name[:1] != "_" and is_plain(value) and (isinstance(value, bool) or not isinstance(value, int))
-    }
 
 
 def is_plain(value: object) -> bool:

@@ -49,14 +49,12 @@ def stand_in_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
     momentum, in an attribute, a dictionary in one, or a function. What holds anything else (tensors, modules, a value
     for each parameter) is what its constructor makes.
     """
-    made = type(optimizer)(groups)  # type: ignore[call-arg]
+    stand_in = type(optimizer)(groups)  # type: ignore[call-arg]
     for name, value in vars(optimizer).items():
-        if is_plain(value):
-            vars(made)[name] = value
-        elif name not in _OF_TORCH and not name.startswith("_optimizer_") and is_option(value):
+        if name not in _OF_TORCH and not name.startswith("_optimizer_") and is_option(value):
             with suppress(Exception):
-                vars(made)[name] = copy.deepcopy(value)  # functions are as they are
-    return made
+                vars(stand_in)[name] = copy.deepcopy(value)  # functions and plain values are as they are
+    return stand_in
 
 
 _OF_TORCH = frozenset(("state", "param_groups", "defaults"))
