@@ -16,7 +16,19 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.errors import CaptureError, PlanMismatch, UpdateError, UsageError
-from engine.pairs import Net, Pair, batch, eager, equal, fitted, inside, step, weights, with_twin
+from engine.pairs import (
+    Net,
+    Pair,
+    assert_steps_alike,
+    batch,
+    eager,
+    equal,
+    fitted,
+    inside,
+    step,
+    weights,
+    with_twin,
+)
 
 
 @pytest.fixture
@@ -423,10 +435,7 @@ def test_another_optimizer_takes_over(pair: Pair) -> None:
     ebbtide.set_optimizer(model, other)
     twin, _ = eager(1)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for seed in range(2):
-        step((model, other), seed)
-        step((twin, plain), seed)
-    assert equal(weights(model), weights(twin))
+    assert_steps_alike((model, other), (twin, plain), 2)
 
 
 def test_unfit_ends_it(pair: Pair) -> None:

@@ -474,9 +474,9 @@ STEPPING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["loop", "closure", "hooks"])
+@pytest.mark.parametrize("how", ["loop", "closure", "hooks"])
 @pytest.mark.parametrize("name", STEPPING)
-def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: str, way: str) -> None:
+def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: str, how: str) -> None:
     """With the bits of eager, the order of its state, and gradients for whoever looks before and after the step."""
 
     def train(*, planned: bool) -> list[Any]:
@@ -490,7 +490,7 @@ def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: s
 
         if planned:
             inside(model, optimizer)
-        if way == "hooks":
+        if how == "hooks":
             optimizer.register_step_pre_hook(look)
             optimizer.register_step_post_hook(look)
 
@@ -501,7 +501,7 @@ def test_a_round_that_only_sums_steps_one_by_one_and_shows_its_gradients(name: s
             return loss
 
         for _ in range(3):
-            if way != "closure" or name == "own":
+            if how != "closure" or name == "own":
                 backward()
                 optimizer.step()
                 optimizer.step()  # once more by the same gradients

@@ -54,7 +54,7 @@ def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def way(tmp_path: Path) -> Iterator[DiskTier]:
+def disk(tmp_path: Path) -> Iterator[DiskTier]:
     tier = DiskTier(tmp_path)
     yield tier
     tier.give_up_free()
@@ -67,8 +67,8 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def offload(optimizer: torch.optim.Optimizer, way: DiskTier) -> OptimizerOffload:
-    return offload_of(optimizer, way)
+def offload(optimizer: torch.optim.Optimizer, disk: DiskTier) -> OptimizerOffload:
+    return offload_of(optimizer, disk)
 
 
 READS: dict[str, Callable[[torch.Tensor, torch.optim.Optimizer], Any]] = {
@@ -179,11 +179,11 @@ def test_what_was_taken_before_a_step_can_be_loaded_in_its_middle(
     assert all(map(torch.equal, loaded(optimizer, kept), expected))
 
 
-def test_a_hook_before_the_step_may_read_it(optimizer: torch.optim.Optimizer, way: DiskTier) -> None:
+def test_a_hook_before_the_step_may_read_it(optimizer: torch.optim.Optimizer, disk: DiskTier) -> None:
     sums: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: sums.append(float(moments(optimizer)[0].sum())))
     expected = float(moments(optimizer)[0].sum())
-    offload_of(optimizer, way).send()
+    offload_of(optimizer, disk).send()
     optimizer.step()
     assert sums == [expected]
 
@@ -229,7 +229,7 @@ def test_a_signal_handler_saves_a_checkpoint_at_any_moment(
 
 
 def test_ctrl_c_while_it_comes_back_loses_nothing(
-    optimizer: torch.optim.Optimizer, offload: OptimizerOffload, way: DiskTier, monkeypatch: pytest.MonkeyPatch
+    optimizer: torch.optim.Optimizer, offload: OptimizerOffload, disk: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, slow = [each.clone() for each in moments(optimizer)], threading.Event()
     offload.send()
@@ -249,11 +249,11 @@ def test_ctrl_c_while_it_comes_back_loses_nothing(
     assert all(map(is_offloaded, moments(optimizer)))
 
 
-def test_a_thread_that_reads_while_it_leaves_reads_what_is_there_or_is_refused(way: DiskTier) -> None:
+def test_a_thread_that_reads_while_it_leaves_reads_what_is_there_or_is_refused(disk: DiskTier) -> None:
     optimizer = stepped(1, functools.partial(torch.optim.SGD, momentum=0.9))
     held = next(iter(optimizer.state.values()))["momentum_buffer"]
     held.set_(torch.ones(8 * 2**20))
-    offload, ends, sums = offload_of(optimizer, way), threading.Event(), set[float]()
+    offload, ends, sums = offload_of(optimizer, disk), threading.Event(), set[float]()
 
     def read() -> None:
         while not ends.is_set():
@@ -288,12 +288,12 @@ class _Odd(torch.optim.Optimizer):
         self.inner.step()
 
 
-def test_state_is_found_wherever_an_optimizer_keeps_it(way: DiskTier) -> None:
+def test_state_is_found_wherever_an_optimizer_keeps_it(disk: DiskTier) -> None:
     optimizer = stepped(2, _Odd)
     assert isinstance(optimizer, _Odd)
     kept = [*optimizer.state["shared"].values(), *optimizer.param_groups[0]["kept"].values()]
     kept += [each["momentum_buffer"] for each in optimizer.inner.state.values()]
-    offload_of(optimizer, way).send()
+    offload_of(optimizer, disk).send()
     assert len(kept) == 6
     assert all(map(is_offloaded, kept))
     optimizer.step()
@@ -330,7 +330,7 @@ def test_what_needs_no_memory_is_answered(optimizer: torch.optim.Optimizer, offl
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}])
 def test_steps_are_those_of_a_state_that_never_left(
-    kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], way: DiskTier
+    kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], disk: DiskTier
 ) -> None:
     twins: list[torch.optim.Optimizer] = []
     for leaving in (False, True):
@@ -338,7 +338,7 @@ def test_steps_are_those_of_a_state_that_never_left(
         optimizer = stepped(kind=lambda p, lr: kind(p, lr=lr, **options))
         for _ in range(3):
             if leaving:
-                offload_of(optimizer, way).send()
+                offload_of(optimizer, disk).send()
             for each in optimizer.param_groups[0]["params"]:
                 each.grad = torch.randn_like(each)
             optimizer.step()
@@ -350,11 +350,11 @@ def test_steps_are_those_of_a_state_that_never_left(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
-def test_a_compiled_step_brings_it_back(way: DiskTier) -> None:
+def test_a_compiled_step_brings_it_back(disk: DiskTier) -> None:
     optimizer, reference = twins = stepped(1), stepped(1)
     for each in twins:
         each.load_state_dict(copy.deepcopy(reference.state_dict()))
-    offload, step = offload_of(optimizer, way), torch.compile(optimizer.step, backend="eager")
+    offload, step = offload_of(optimizer, disk), torch.compile(optimizer.step, backend="eager")
     for _ in range(2):
         offload.send()
         for each in twins:
@@ -458,14 +458,14 @@ def test_after_a_lost_disk_training_goes_on_from_a_checkpoint(
     assert len(held) == (kept != "nothing")
 
 
-def test_regions_go_with_the_optimizer(way: DiskTier) -> None:
+def test_regions_go_with_the_optimizer(disk: DiskTier) -> None:
     optimizer = stepped()
-    offload_of(optimizer, way).send()
-    assert not way._free
+    offload_of(optimizer, disk).send()
+    assert not disk._free
     held = moments(optimizer)
     del optimizer
     gc.collect()
-    assert len(way._free) == 1
+    assert len(disk._free) == 1
     with pytest.raises(UsageError):
         held[0].sum()
 
@@ -490,8 +490,8 @@ def test_a_forked_process_is_told(optimizer: torch.optim.Optimizer, offload: Opt
     assert torch.equal(moments(optimizer)[0], expected)
 
 
-def test_models_share_the_offload_of_an_optimizer(optimizer: torch.optim.Optimizer, way: DiskTier) -> None:
-    one, other = offload_of(optimizer, way), offload_of(optimizer, way)
+def test_models_share_the_offload_of_an_optimizer(optimizer: torch.optim.Optimizer, disk: DiskTier) -> None:
+    one, other = offload_of(optimizer, disk), offload_of(optimizer, disk)
     assert one is other
     one.send()
     one.release()
@@ -499,7 +499,7 @@ def test_models_share_the_offload_of_an_optimizer(optimizer: torch.optim.Optimiz
     other.send()
     assert is_offloaded(moments(optimizer)[0])
     other.release()
-    assert offload_of(optimizer, way) is not one
+    assert offload_of(optimizer, disk) is not one
 
 
 @pytest.mark.parametrize("has_torch", [False, True])

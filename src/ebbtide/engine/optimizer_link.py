@@ -6,7 +6,7 @@ Their state counts as resident, that of the first one before it exists.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from ebbtide.engine.call_context import CallContext
 from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import as_stepping, held_by, optimizers_in, resident_bytes
-from ebbtide.optimizer.cost.step_end import OptimizerStepCost, StepRecheck, taken_of
+from ebbtide.optimizer.cost.step_end import OptimizerStepCost, taken_of
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.offload.optimizer_offload import OptimizerOffload
 from ebbtide.optimizer.state.combined import class_names, parts_of
@@ -23,7 +23,7 @@ from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import IN_THE_STEP
-from ebbtide.torch_seams.optimizers import is_of_torch
+from ebbtide.torch_seams.optimizers import is_of_torch, parameters_in
 
 __all__ = ["OptimizerLink"]
 
@@ -54,7 +54,7 @@ class OptimizerLink:
         self.others = weakref.WeakSet[torch.optim.Optimizer]()
         self._state_when_met = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._stepping: OptimizerStepCost | None = None
-        self._at_the_step: StepRecheck | None = None
+        self._refuse_more: Callable[[], None] | None = None
         self._parameters_planned_for: int | None = None
 
     @property
@@ -133,17 +133,17 @@ class OptimizerLink:
             BudgetError: if options have been changed since the last call, for which its budget has no room.
         """
         declared = self.declared
-        if self._at_the_step is not None and self.step_cost is not None and declared is not None:
-            if any(each is optimizer for each in optimizers_in(declared)):
-                self._at_the_step.refuse_more(self.step_cost)
-                self._at_the_step = None
-        if optimizer is declared or (self.in_backward is None and optimizer in self.others):
-            return
-        if declared is not None and any(each is optimizer for each in optimizers_in(declared)):
+        is_declared = declared is not None and (
+            optimizer is declared or any(each is optimizer for each in optimizers_in(declared))
+        )
+        if is_declared and self._refuse_more is not None:
+            self._refuse_more()
+            self._refuse_more = None
+        if is_declared or (self.in_backward is None and optimizer in self.others):
             return
         in_backward = self.in_backward
         holds_it = in_backward is not None and any(each is in_backward.optimizer for each in optimizers_in(optimizer))
-        if in_backward is not None and not holds_it and in_backward.updated_and_not_stepped & _parameters_of(optimizer):
+        if in_backward is not None and not holds_it and in_backward.updated_and_not_stepped & _parameter_ids(optimizer):
             raise UsageError(
                 f"another optimizer ({class_names(optimizer)}) is about to step weights that the fitted model's own "
                 f'({class_names(in_backward.optimizer)}) has stepped in the backward (step="inside"), and whose step '
@@ -157,7 +157,7 @@ class OptimizerLink:
             return
         self.others.add(optimizer)
         self._state_when_met[optimizer] = _state_bytes(optimizer)
-        if declared is not None and self.offloaded is None and _parameters_of(declared) <= _parameters_of(optimizer):
+        if declared is not None and self.offloaded is None and _parameter_ids(declared) <= _parameter_ids(optimizer):
             self.others.add(declared)
             self.declared = self._stepping = None
 
@@ -230,21 +230,15 @@ class OptimizerLink:
             resident_bytes: before that.
         """
         if (step := self.step_cost) is None or plan is None or self.in_backward is not None or now.checkpointed:
-            self._at_the_step = None
+            self._refuse_more = None
             return
-        self._at_the_step = StepRecheck(
-            plan,
-            resident_bytes,
-            now.trained,
-            step.key(now.trained),
-            now.accumulating,
-            now.flying_bytes,
-            any(map(any, (each.state.values() for each in optimizers_in(step.optimizer)))),
+        self._refuse_more = step.recheck(
+            plan, resident_bytes, now.trained, summed=now.accumulating, gone_bytes=now.flying_bytes
         )
 
     def forget_forward(self) -> None:
         """Hold nothing against the plan of the last forward: another budget or optimizer was asked for."""
-        self._at_the_step = None
+        self._refuse_more = None
 
     # -- in words -----------------------------------------------------------------------------------------------
 
@@ -272,7 +266,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> object:
 
 
 def _parameter_count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for each in parts_of(optimizer) for group in as_stepping(each).param_groups)
+    return sum(len(parameters_in(as_stepping(each))) for each in parts_of(optimizer))
 
 
 def _names_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -283,5 +277,5 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return resident_bytes(map(held_by, optimizers_in(optimizer)))
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return set(map(id, parameters_in(optimizer)))

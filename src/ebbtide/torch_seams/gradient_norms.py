@@ -14,7 +14,7 @@ from torch.utils import _foreach_utils as _lists
 
 _torch: Any = torch
 
-__all__ = ["grouped", "norm_of", "scale_by"]
+__all__ = ["coefficient_of", "norm_of", "scale_by", "total_of"]
 
 
 def _taken_as_a_list(tensor: torch.Tensor, foreach: bool | None) -> bool:
@@ -43,12 +43,38 @@ def scale_by(gradient: torch.Tensor, coefficient: torch.Tensor, foreach: bool | 
         gradient.mul_(coefficient)
 
 
-def grouped(tensors: Sequence[torch.Tensor], norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``norms``, each of one of ``tensors``, in the order in which ``clip_grad_norm_`` adds them up (definition 1).
+def total_of(
+    norms: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """The norm of all gradients together, added up in the order of ``clip_grad_norm_`` (definition 1).
 
     Args:
-        tensors: of the type and on the device of the gradients, whose norms may be of another type.
-        norms: one of each.
+        norms: of each, in the order of the model's parameters; maybe of another type than the gradient.
+        tensors: of the type and on the device of each.
+        norm_type: as ``clip_grad_norm_`` takes it.
+        error_if_nonfinite: likewise.
+
+    Raises:
+        RuntimeError: if it is infinite or no number and that is to be an error.
     """
+    if not norms:
+        return torch.tensor(0.0)
     groups = _lists._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)  # type: ignore[list-item]
-    return [norms[index] for (_, indices) in groups.values() for index in indices]
+    in_order = [norms[index].to(norms[0].device) for _, indices in groups.values() for index in indices]
+    total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+    if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`. Nothing has been updated"
+        )
+    return total
+
+
+def coefficient_of(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients are multiplied by, 1 at most; the small number is torch's."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)

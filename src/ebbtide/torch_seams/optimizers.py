@@ -34,6 +34,7 @@ __all__ = [
     "is_of_step",
     "is_of_torch",
     "own_step",
+    "parameters_in",
     "reader",
     "set_gradient",
     "steps_otherwise",
@@ -45,6 +46,11 @@ _GRADIENT: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 _CLEARING: frozenset[CodeType] = frozenset(
     inspect.unwrap(each).__code__ for each in (torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad)
 )
+
+
+def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters of its groups, in the order in which it steps."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:

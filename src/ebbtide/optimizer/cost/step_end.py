@@ -6,13 +6,13 @@
    that, so a budget has to have room for it.
 2. It is looked at again where what it depends on has changed: groups, frozen parameters, options, of numbers only
    whether they are 0. Where that is between a call and ``optimizer.step()``, the step is held against the budget of
-   that call, before it has changed anything (:class:`StepRecheck`).
+   that call, before it has changed anything (:meth:`OptimizerStepCost.recheck`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ from ebbtide.planning.step_end import NOTHING_AFTER, SCALARS_BYTES, StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import NOT_KNOWN
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE
+from ebbtide.torch_seams.optimizers import parameters_in
 from ebbtide.units import format_bytes
 
-__all__ = ["OptimizerStepCost", "StepRecheck", "end_of", "taken_of"]
+__all__ = ["OptimizerStepCost", "end_of", "taken_of"]
 
 
 _ON_CARD = 128
@@ -78,7 +79,7 @@ def scalars_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _is_on_card(optimizer: torch.optim.Optimizer) -> bool:
-    return any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
+    return any(each.is_cuda for each in parameters_in(optimizer))
 
 
 def taken_of(taken_bytes: int | None) -> str:
@@ -120,6 +121,49 @@ class OptimizerStepCost:
         """What a budget needs at its step (definition 1); ``trained`` as above."""
         return end_of(self.optimizer, self.taken_bytes(trained), one_by_one=self.one_by_one)
 
+    def recheck(
+        self, plan: Plan, resident_bytes: int, trained: bytes, *, summed: bool, gone_bytes: int
+    ) -> Callable[[], None]:
+        """What refuses the step that comes after a call, should it take more by then than the budget has room for.
+
+        Args:
+            plan: that the call ran under.
+            resident_bytes: when it began.
+            trained: as above.
+            summed: whether the call's gradients were added to others.
+            gone_bytes: what forwards kept that were pending.
+
+        Returns:
+            A function that raises :class:`~ebbtide.errors.BudgetError`; nothing has been stepped then.
+        """
+        key, had_state = self.key(trained), any(any(each.state.values()) for each in optimizers_in(self.optimizer))
+
+        def refuse_more() -> None:
+            if self.key(trained) == key or all(each.grad is None for each in parameters_in(self.optimizer)):
+                return
+            # State may have been loaded since.
+            state = sum(storages_in([kept_by(each) for each in optimizers_in(self.optimizer)]).values())
+            counted = plan.resident_parts.get(OPTIMIZER_STATE, state) if had_state else 0
+            end = self.end(trained)
+            end = replace(
+                end,
+                bytes=end.bytes + max(state - counted, 0) + future_state_bytes(self.optimizer),
+                what=_what(self.optimizer),
+                remedy=end.remedy or "change its options back",
+                summed=summed,
+                gone_bytes=gone_bytes,
+            )
+            if end.held_by(plan.budget_bytes, plan.program, resident_bytes):
+                return
+            error = end.error(plan.program, resident_bytes, plan.budget_bytes, resident_parts=plan.resident_parts)
+            error.add_note(
+                "Its options or groups have been changed since the forward. The step has changed nothing: change them "
+                "back, or call ebbtide.set_budget and the step again"
+            )
+            raise error
+
+        return refuse_more
+
     def _look(self) -> int | None:
         if not self.one_by_one:
             return step_bytes(self.optimizer)
@@ -128,60 +172,6 @@ class OptimizerStepCost:
             for each in group["params"]:
                 kinds.setdefault((id(group), each.shape, each.stride(), each.dtype), [{**group, "params": [each]}])
         return _most([step_bytes(self.optimizer, None, groups) for groups in kinds.values()])
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecheck:
-    """What was known at a call of the step of an optimizer that comes after it.
-
-    Attributes:
-        plan: that the call ran under.
-        resident_bytes: when it began.
-        trained: as for :class:`OptimizerStepCost`.
-        key: of the optimizer's step then.
-        summed: whether the call's gradients were added to others.
-        gone_bytes: what forwards kept that were in flight.
-        had_state: whether the optimizer's state was there.
-    """
-
-    plan: Plan
-    resident_bytes: int
-    trained: bytes
-    key: object
-    summed: bool
-    gone_bytes: int
-    had_state: bool
-
-    def refuse_more(self, step_cost: OptimizerStepCost) -> None:
-        """Refuse a step that takes more by now than the budget has room for; nothing has been stepped.
-
-        Raises:
-            BudgetError: saying what it takes.
-        """
-        groups = step_cost.optimizer.param_groups
-        if step_cost.key(self.trained) == self.key or all(each.grad is None for g in groups for each in g["params"]):
-            return
-        # State may have been loaded since.
-        state = sum(storages_in([kept_by(each) for each in optimizers_in(step_cost.optimizer)]).values())
-        counted = self.plan.resident_parts.get(OPTIMIZER_STATE, state) if self.had_state else 0
-        taken = step_cost.end(self.trained)
-        end = replace(
-            taken,
-            bytes=taken.bytes + max(state - counted, 0) + future_state_bytes(step_cost.optimizer),
-            what=_what(step_cost.optimizer),
-            remedy=taken.remedy or "change its options back",
-            summed=self.summed,
-            gone_bytes=self.gone_bytes,
-        )
-        if not end.held_by(self.plan.budget_bytes, self.plan.program, self.resident_bytes):
-            error = end.error(
-                self.plan.program, self.resident_bytes, self.plan.budget_bytes, resident_parts=self.plan.resident_parts
-            )
-            error.add_note(
-                "Its options or groups have been changed since the forward. The step has changed nothing: change them "
-                "back, or call ebbtide.set_budget and the step again"
-            )
-            raise error
 
 
 def _most(sizes: Sequence[int | None]) -> int | None:

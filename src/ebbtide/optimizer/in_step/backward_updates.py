@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from ebbtide.errors import CaptureError, UpdateError, UsageError
-from ebbtide.optimizer.in_step.clip_coefficient import coefficient_of, total_of
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.optimizer.in_step.updates import names_of
-from ebbtide.torch_seams.gradient_norms import norm_of, scale_by
+from ebbtide.torch_seams.gradient_norms import coefficient_of, norm_of, scale_by, total_of
 from ebbtide.torch_seams.optimizers import gradient_of, set_gradient, will_accumulate
 from ebbtide.torch_seams.scalers import inverse_scale_of, multiply_and_check
 
@@ -149,9 +148,9 @@ class BackwardUpdates:
                     "a parameter has a gradient that this step does not add to, and the scaler unscales it after the "
                     "step has clipped: clear gradients before such a step, or leave max_norm out"
                 )
-            total = total_of(parts, of, clipping)
+            total = total_of(parts, of, clipping.norm_type, error_if_nonfinite=clipping.error_if_nonfinite)
             self._in_backward.total_norm = total
-            self._coefficient = coefficient_of(total, clipping)
+            self._coefficient = coefficient_of(total, clipping.max_norm)
             for gradient in others:
                 scale_by(gradient, self._coefficient, clipping.foreach)
         return self._coefficient

@@ -30,7 +30,7 @@ from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.compiling_flag import while_nothing_is_captured
 from ebbtide.torch_seams.dispatcher import Draws
 from ebbtide.torch_seams.fake_tensors import without_modes
-from ebbtide.torch_seams.optimizers import hook_bases, steps_otherwise
+from ebbtide.torch_seams.optimizers import hook_bases, parameters_in, steps_otherwise
 from ebbtide.torch_seams.storages import storage_key
 
 __all__ = ["refuse_coupled_steps"]
@@ -67,7 +67,7 @@ def refuse_coupled_steps(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise _refusal(f"{kind} is made with differentiable=True, and its step is a part of somebody's graph")
-    if _overlap(_parameters(optimizer)):
+    if _overlap(parameters_in(optimizer)):
         raise _refusal(
             "two parameters lie in the same memory (one was given the other's .data), and which is stepped first "
             "decides; tie weights by one Parameter in both places"
@@ -110,7 +110,7 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
             return "draws random numbers while it steps, which come in the order of its parameters"
         if hooks:
             return "calls its hooks from below its own step"
-        for each in _parameters(together):
+        for each in parameters_in(together):
             each.grad = None
         if _bits(together) != _bits(alone):
             return (
@@ -124,14 +124,10 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
     return _without_gradients(together)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
 def _bits(optimizer: torch.optim.Optimizer) -> list[object]:
     """All bits of parameters, their gradients and their state, with the numbers among that."""
     found: list[object] = []
-    for each in _parameters(optimizer):
+    for each in parameters_in(optimizer):
         state = optimizer.state[each]
         found += [number for number in state.values() if isinstance(number, bool | int | float)]
         for tensor in tensors_in([each, state]):

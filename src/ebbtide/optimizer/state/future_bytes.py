@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from ebbtide.optimizer.state.options import options_of
 from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
+from ebbtide.torch_seams.optimizers import parameters_in
 
 __all__ = ["future_state_bytes", "future_state_sizes"]
 
@@ -80,57 +82,51 @@ def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
 
 def _keeps_for_others(optimizer: torch.optim.Optimizer, parts: Iterable[torch.optim.Optimizer]) -> bool:
     """Whether one that it holds has stepped other parameters in the place of its own, as of copies in float32."""
-    own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    own = set(map(id, parameters_in(optimizer)))
     return any(
         id(key) not in own and value for each in parts if each is not optimizer for key, value in each.state.items()
     )
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
-    failures: list[Exception] = []
+    attempts = [partial(_sizes_on_fakes, answer) for answer in _ANSWERS]
+    if like.ndim <= len(_SIZES):
+        attempts.append(_sizes_on_few_elements)
+    failure: Exception | None = None
     with signals_wait(), without_modes(), tried_out(optimizer):  # a capture traces under a fake-tensor mode of its own
-        for size in _tries(optimizer, options, like):
-            if not isinstance(size, Exception):
-                return size
-            failures.append(size)
-    kind, error = type(optimizer), failures[-1]
-    inner = vars(optimizer).get("optimizer")
+        for attempt in attempts:
+            try:
+                return attempt(optimizer, options, like)
+            except Exception as error:  # any optimizer of the user's may raise anything here
+                if raised_by_a_handler(error):
+                    raise
+                failure = error
+    kind, inner = type(optimizer), vars(optimizer).get("optimizer")
     which = f"give its .optimizer, a {type(inner).__name__}, " if isinstance(inner, torch.optim.Optimizer) else ""
     raise UsageError(
         f"the state of {kind.__name__} cannot be foreseen: one of its class, made from its groups and stepped once, "
-        f"raised {type(error).__name__} ({error}); {which}give its __init__ defaults, run one optimizer step before "
-        "fit, or leave optimizer= out",
+        f"raised {type(failure).__name__} ({failure}); {which}give its __init__ defaults, run one optimizer step "
+        "before fit, or leave optimizer= out",
         argument="optimizer",
         value=kind,
-    ) from failures[-1]
+    ) from failure
 
 
-def _tries(
+def _sizes_on_fakes(
+    answer: int, optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter
+) -> list[int]:
+    """Bytes of each tensor of the state, by definition 1; numbers that are asked for are ``answer``."""
+    with quiet_log(), sizes_only(), numbers_are(answer):
+        return list(storages_in(_state_after(optimizer, options, like, tuple(like.shape))).values())
+
+
+def _sizes_on_few_elements(
     optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter
-) -> Iterator[list[int] | Exception]:
-    """Bytes of each tensor of the state, or why one way did not find them."""
-    for answer in _ANSWERS:
-        try:
-            with quiet_log(), sizes_only(), numbers_are(answer):
-                found = list(storages_in(_state_after(optimizer, options, like, tuple(like.shape))).values())
-        except Exception as error:  # any optimizer of the user's may raise anything here
-            if raised_by_a_handler(error):
-                raise
-            yield error
-        else:
-            yield found
+) -> list[int]:
+    """Bytes of each tensor of the state, by definition 2."""
     sizes: dict[int, int] = dict(zip(_SIZES, like.shape, strict=False))
     shape = tuple(min(pair) for pair in sizes.items())
-    if len(shape) < like.ndim:
-        return
-    try:
-        state = _state_after(optimizer, options, like, shape)
-    except Exception as error:  # likewise
-        if raised_by_a_handler(error):
-            raise
-        yield error
-    else:
-        yield [_scaled_bytes(each, shape, like, sizes) for each in state]
+    return [_scaled_bytes(each, shape, like, sizes) for each in _state_after(optimizer, options, like, shape)]
 
 
 def _state_after(
