@@ -17,7 +17,7 @@ from ebbtide.cost import attach
 from ebbtide.cost.call import Call
 from ebbtide.cost.profile import Cost
 from ebbtide.cost.roofline import roofline_seconds
-from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planners.search import smallest
 from ebbtide.planning import cache as plan_cache
 from ebbtide.step.machine import machine_named
 
@@ -47,15 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def short_descents() -> Iterator[tuple[object, ...]]:
-    """Every first plan looks for the smallest peak, seconds by default; gives what the defaults were.
+def short_descents() -> Iterator[int]:
+    """Every first plan looks for the smallest peak, seconds by default; gives how many moves it makes then.
 
     How low that search gets is for tests of planners, which call it with efforts of their own.
     """
-    defaults = smallest_of.__defaults__ or ()
+    moves = smallest.FIRST_EFFORT
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smallest_of, "__defaults__", (500, *defaults[1:]))
-        yield defaults
+        patch.setattr(smallest, "FIRST_EFFORT", 500)
+        yield moves
 
 
 _seconds_are_measured = False

@@ -87,8 +87,7 @@ def script(name: str, output: str, errors: str, effort: int) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     if effort:
         inspect.unwrap(ebbtide.Options.__init__).__kwdefaults__["effort"] = effort
-        smallest = importlib.import_module("ebbtide.planners.search.smallest").smallest_of
-        smallest.__defaults__ = (effort, *smallest.__defaults__[1:])
+        importlib.import_module("ebbtide.planners.search.smallest").FIRST_EFFORT = effort
     sys.argv[:] = [name]
     sys.path[0] = os.getcwd()
     runpy.run_path(name, run_name="__main__")

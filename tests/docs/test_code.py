@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 
 import ebbtide
 from ebbtide.cli import app
-from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planners.search import smallest
 
 BLOCKS = all_blocks()
 PYTHON = [block for block in BLOCKS if block.language == "python"]
@@ -136,9 +136,9 @@ def script(folder: Path) -> Iterator[Callable[[Block, int], str]]:
 
 
 @pytest.fixture
-def _whole_descents(monkeypatch: pytest.MonkeyPatch, short_descents: tuple[object, ...]) -> None:
+def _whole_descents(monkeypatch: pytest.MonkeyPatch, short_descents: int) -> None:
     """The smallest budget is what a reader gets."""
-    monkeypatch.setattr(smallest_of, "__defaults__", short_descents)
+    monkeypatch.setattr(smallest, "FIRST_EFFORT", short_descents)
 
 
 def test_blocks_are_of_kinds_that_are_tested() -> None:

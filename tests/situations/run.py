@@ -61,10 +61,10 @@ def watch_engine() -> None:
         links._measure, links._LEAST_BYTES = lambda _: measured, 64
 
     if EFFORT in os.environ:
-        from ebbtide.planners.search.smallest import smallest_of
+        from ebbtide.planners.search import smallest
 
         inspect.unwrap(ebbtide.Options.__init__).__kwdefaults__["effort"] = int(os.environ[EFFORT])
-        smallest_of.__defaults__ = (int(os.environ[EFFORT]), *(smallest_of.__defaults__ or ())[1:])
+        smallest.FIRST_EFFORT = int(os.environ[EFFORT])
 
     partition, forward = compiled.Capture.partition, compiled.run_forward
 

@@ -31,6 +31,8 @@ FULL_WORK_OPS = 2500  # beyond, less work in inverse proportion: a step down wal
 FEW_MOVES = 200  # of a proxy's first descent: it ends near its floor, and most of it is still regular
 NEAR_ENOUGH = 1.1  # where a proxy's schedule is carried: descending a large program takes long
 ENOUGH = 1.015  # times the floor: the last percent takes most of the time, and is needed by nobody
+FIRST_EFFORT = DEFAULT_EFFORT
+"""Moves of the search that every first plan makes; whoever wants first plans quickly, as tests do, sets it lower."""
 
 
 def _ignore(_: int) -> None:
@@ -181,7 +183,7 @@ def _start_of(program: Program, effort: int) -> list[tuple[int, int]]:
 
 def smallest_of(
     program: Program,
-    effort: int = DEFAULT_EFFORT,
+    effort: int | None = None,
     interrupt: Interrupt | None = None,
     links: Mapping[str, Link] | None = None,
     tell: Callable[[int], None] = _ignore,
@@ -190,11 +192,12 @@ def smallest_of(
 
     Args:
         program: with costs.
-        effort: as for :func:`smallest_schedule`.
+        effort: as for :func:`smallest_schedule`; :data:`FIRST_EFFORT` by default.
         interrupt: likewise.
         links: to the tiers that buffers may be moved to.
         tell: as for :func:`smallest_schedule`.
     """
+    effort = FIRST_EFFORT if effort is None else effort
     key = (_identity(program), effort, tuple(sorted(links.items())) if links else ())
     if key not in _SMALLEST:
         if len(_SMALLEST) > 32:
