@@ -106,7 +106,7 @@ def options_of(caller: str, options: Options | None = None, **named: Any) -> Opt
 
 
 def _refuse_fields(caller: str, fields: Mapping[str, object]) -> None:
-    """Definition 3."""
+    """Refuse options that ``caller`` does not take (definition 3)."""
     for each, why in NOT_TAKEN[caller].items():
         if each in fields:
             raise UsageError(f"{caller} takes no {each}: {why}", argument=each, value=fields[each])

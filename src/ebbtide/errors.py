@@ -96,7 +96,7 @@ class BudgetError(EbbtideError, ValueError):
         self.resident_parts = dict(resident_parts or {})
 
     def told_as(self, message: str) -> BudgetError:
-        """The same refusal in other words."""
+        """This refusal in other words."""
         facts = ("budget_bytes", "floor_bytes", "smallest_bytes", "resident_bytes", "pinned_by", "resident_parts")
         return BudgetError(message, **{name: getattr(self, name) for name in facts})
 

@@ -110,7 +110,7 @@ def _wrong_unit(text: str, number: str, unit: str) -> str:
 
 
 def _percent(number: str) -> str:
-    """Of a share that is given without its sign: below 1 it is a fraction."""
+    """The percent sign's form of a share that is given without it: below 1 it is a fraction."""
     return f"{100 * float(number):g}" if float(number) < 1 else number
 
 

@@ -233,7 +233,7 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
 
 
 def _refuse_spread(model: torch.nn.Module) -> None:
-    """Definition 6."""
+    """Refuse a model whose weights lie on several devices (definition 6)."""
     for path, module in _modules(model):
         bases = {each.__name__ for each in type(module).__mro__}
         if "DistributedDataParallel" in bases:
@@ -255,7 +255,7 @@ def _refuse_spread(model: torch.nn.Module) -> None:
 
 
 def _refuse_lightning(model: torch.nn.Module) -> None:
-    """Definition 7; told by name, for Lightning is not imported here."""
+    """Refuse a LightningModule (definition 7), known by its class's name: Lightning is not imported here."""
     if any(
         kind.__name__ == "LightningModule" and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
         for kind in type(model).__mro__

@@ -218,7 +218,7 @@ class Verifier:
         return self._run(state, call)
 
     def _program_of(self, plan: Plan) -> Program:
-        """Of the captured step, which is that of ``plan`` but where the plan is of a rewritten one."""
+        """The captured step's program, which is that of ``plan`` but where the plan is of a rewritten one."""
         return plan.program if plan.rewritten is None else self._as_captured().program
 
     def _as_captured(self) -> Captured:

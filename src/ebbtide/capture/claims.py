@@ -86,7 +86,7 @@ class Claims:
                 self.claims[node] = self._claim_of(node)
 
     def output(self, node: fx.Node) -> None:
-        """Definition 3."""
+        """Check what the graph returns (definition 3)."""
         self.outputs_are(tree_leaves(node.args), list(self.step.outputs))
 
     def outputs_are(self, outputs: list[Any], wanted: list[Any]) -> None:

@@ -129,7 +129,7 @@ def settle_roles(graph: fx.GraphModule) -> None:
 
 
 def _is_loss(output: fx.Node, larger: Sequence[fx.Node]) -> bool:
-    """Definition 1b, but for the name."""
+    """Whether what ``output`` is computed from makes it the loss (definition 1b)."""
     read, by_larger = _read_by([output]), _read_by(larger)
     own = [node for node in read - by_larger if node.op == "placeholder"]
     if any(is_argument(node) for node in own):

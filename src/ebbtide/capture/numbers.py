@@ -51,7 +51,7 @@ class Numbers:
         self._taken = _Taken()
 
     def is_symbol(self, name: str, value: int) -> bool:
-        """Definitions 1 and 3."""
+        """Whether a number becomes a symbol (definitions 1 and 3)."""
         if name in self._fixed:
             return False
         if self._seen.setdefault(name, value) != value:

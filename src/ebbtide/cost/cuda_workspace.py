@@ -167,7 +167,9 @@ def cublas_bytes(program: Program, machine: Machine) -> int:
 
 
 def cublas_bytes_here() -> int:
-    """The same on the current CUDA device, as this process's environment has it, and cublasLt's of 1 MiB (torch 2.11).
+    """Bytes of the workspaces of cuBLAS and cublasLt on the current CUDA device.
+
+    By this process's environment, and 1 MiB for cublasLt (torch 2.11).
 
     ``CUBLAS_WORKSPACE_CONFIG`` is pairs of KiB and how many, ``:4096:8``.
     """

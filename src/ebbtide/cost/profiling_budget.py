@@ -44,12 +44,12 @@ _TRUSTED = ("aten", "prims", "mkldnn", "quantized", "ebbtide_cuda", NAMESPACE)
 
 
 class NotProfiled(Exception):
-    """Definition 3."""
+    """An op cannot be tried out within the profiling budget (definition 3)."""
 
 
 @dataclass(frozen=True)
 class ProfilingBudget:
-    """Definition 1.
+    """What finding out about ops may take (definition 1).
 
     Attributes:
         free_bytes: of the budget, 0 where nothing is; ``None`` if it is not known yet.
@@ -149,7 +149,7 @@ def _arguments_that_borrow(call: Call) -> set[int]:
 
 
 def _may_borrow(spec: TensorSpec) -> bool:
-    """By definitions 3 and 4."""
+    """Whether an input may lie in a lender's memory (definitions 3 and 4)."""
     return (spec.dtype.is_floating_point or spec.dtype.is_complex) and _bytes(spec) > _SINGLE_BYTES
 
 

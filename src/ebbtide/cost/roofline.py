@@ -86,7 +86,7 @@ def _tensors(value: Any) -> Iterator[TensorSpec]:
 
 
 def _meta(value: Any) -> Any:
-    """The same nested arguments with meta tensors, which have a shape and no storage: what the formulas take."""
+    """Nested arguments with meta tensors, which have a shape and no storage: what the formulas take."""
     if isinstance(value, TensorSpec):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, list | tuple):

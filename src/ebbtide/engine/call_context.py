@@ -58,7 +58,7 @@ class CallContext:
 
     @property
     def key(self) -> object:
-        """Of the call."""
+        """The key of the call."""
         return self.call_slot.key
 
     @property

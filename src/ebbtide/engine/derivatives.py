@@ -24,7 +24,7 @@ _INSIDE = (
 
 
 def refuse_transforms() -> None:
-    """Definition 1.
+    """Refuse a call inside of a transform of ``torch.func`` (definition 1).
 
     Raises:
         CaptureError: naming the transform.
@@ -38,7 +38,10 @@ def refuse_transforms() -> None:
 
 
 def refuse_second_derivative(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
-    """Definition 2: a hook behind a step's own node, which sees the gradients that leave it."""
+    """Refuse a derivative of a gradient (definition 2).
+
+    A hook behind a step's own node, which sees the gradients that leave it.
+    """
     for node in {each.grad_fn for each in gradients if each is not None and each.grad_fn is not None}:
         node.register_prehook(_refuse)
 

@@ -69,7 +69,7 @@ class Executable:
         _alive[self.number] = self
 
     def rests_on(self, plan: Plan, validity: Validity) -> Executable:
-        """The same code for ``plan``, which has the same schedule: what is resident or the budget has changed."""
+        """Reuse the code for ``plan``, which has the same schedule: what is resident or the budget has changed."""
         return Executable(
             plan=plan, validity=validity, code=self.code, first_runs=self.first_runs, measured=self.measured
         )

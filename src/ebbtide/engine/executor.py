@@ -52,7 +52,7 @@ __all__ = [
 
 
 class Unplanned(Exception):
-    """Definition 1.
+    """A forward has no executable (definition 1).
 
     Attributes:
         inputs: of the step, flat.
@@ -110,7 +110,7 @@ class _Looking:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Definition 5: open around a call of a captured step, over as soon as that runs."""
+    """Let signals wait (definition 5): open around a call of a captured step, over as soon as that runs."""
     before = _thread.looking
     _thread.looking = block = _Looking()
     try:
@@ -143,7 +143,7 @@ def choose_checks(pending: PendingStep, device: str) -> None:
 
 
 def _gauge(pending: PendingStep, device: str, *, repeated: bool) -> StepGauge | None:
-    """Definition 4."""
+    """What measures a step, or ``None`` (definition 4)."""
     disturbed = repeated or pending.hooked or bool(pending.siblings) or being_watched(device)
     return None if disturbed else StepGauge(device)
 
@@ -183,7 +183,7 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
 
 
 def _prepare_updates(pending: PendingStep, executable: Executable, args: list[Any]) -> None:
-    """Definition 6: this step will update, and is proven first."""
+    """Prepare updates in the backward (definition 6): this step will update, and is proven first."""
     assert pending.optimizer is not None
     parameters = {position: (args[position], name) for position, name in executable.code.updates.items()}
     pending.updates = BackwardUpdates(pending.optimizer, parameters, executable.code.entries)

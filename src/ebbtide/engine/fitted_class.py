@@ -134,7 +134,7 @@ def _is_generated(kind: type) -> bool:
 
 
 class _ClassOfModel:
-    """Definition 4."""
+    """``__class__`` of a fitted model, which may be set to another class (definition 4)."""
 
     def __get__(self, model: torch.nn.Module | None, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return kind
@@ -150,7 +150,7 @@ class _ClassOfModel:
 
 
 class _ForwardOfModel:
-    """Definition 2.
+    """The ``forward`` of a fitted model (definition 2).
 
     Args:
         plain: the model's class, whose ``forward`` may be replaced later.

@@ -93,7 +93,7 @@ def own_backwards() -> Iterator[None]:
 
 
 class GradientWatcher:
-    """Of one fitted model (definition 2)."""
+    """Sees gradients arrive at the parameters of one fitted model (definition 2)."""
 
     def __init__(self) -> None:
         self._open = False
@@ -247,7 +247,7 @@ class _Leaf:
 
 
 def _leaf_of(parameter: torch.Tensor) -> Any:
-    """Of a frozen one none can be asked for."""
+    """The autograd node that accumulates a parameter's gradient; ``None`` for a frozen one."""
     return gradient_leaf(parameter) if parameter.requires_grad else None
 
 
@@ -257,6 +257,6 @@ def _arrives(watcher: weakref.ref[GradientWatcher], key: int, _: Any) -> None:
 
 
 def _is_dropped(parameter: torch.Tensor) -> bool:
-    """Definition 3; zeros are what ``zero_grad(set_to_none=False)`` leaves."""
+    """Whether a gradient has been cleared (definition 3): zeros are what ``zero_grad(set_to_none=False)`` leaves."""
     gradient = gradient_of(parameter)
     return gradient is None or not (gradient.coalesce().values() if gradient.is_sparse else gradient).any()

@@ -117,7 +117,7 @@ class Measuring:
             self.window_gauge = None
 
     def give_up(self) -> None:
-        """By definition 3."""
+        """Measure nothing any more (definition 3)."""
         self.gauge = self.restore = None
         self.end_window()
 

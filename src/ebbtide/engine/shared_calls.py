@@ -114,7 +114,7 @@ def _changing(seen: Sequence[Shapes]) -> tuple[tuple[int, ...], ...]:
 
 
 def _serves(kind: _Kind, shapes: Shapes) -> bool:
-    """Definition 3."""
+    """Whether a shared capture serves these shapes (definition 3)."""
     first = kind.seen[0]
     return all(
         (size > 1) if d in dimensions else (size == known)

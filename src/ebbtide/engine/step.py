@@ -145,7 +145,7 @@ class Step:
         return None
 
     def holding(self, demand: Demand) -> Executable | None:
-        """Of the plans that hold for a call the one of least overhead; ``None`` if none does."""
+        """The plan of least overhead among those that hold for a call; ``None`` if none does."""
         fitting = [each for each in self._executables if each.differs(demand) is None]
         return min(fitting, key=lambda each: each.overhead) if fitting else None
 

@@ -131,7 +131,7 @@ class MemoryBudget(TrainerCallback):
             unfit(model)
 
     def _uncheckpoint(self, model: Any) -> None:
-        """Definition 2."""
+        """Turn the model's own checkpointing off (definition 2)."""
         if getattr(model, "is_activation_checkpointing", False):
             model.activation_checkpointing_disable()
             self._checkpointed = True
@@ -172,7 +172,7 @@ def _checkpoint_again(model: Any, args: TrainingArguments) -> None:
 
 
 def _is_of_trl(args: TrainingArguments) -> bool:
-    """Definition 5."""
+    """Whether the arguments are of a trainer of TRL's (definition 5)."""
     return any(each.__module__.partition(".")[0] == "trl" for each in type(args).__mro__)
 
 
@@ -181,7 +181,7 @@ def _options_for(args: TrainingArguments, options: Options) -> Options:
 
 
 def _refuse(args: TrainingArguments, model: torch.nn.Module) -> None:
-    """Definition 3.
+    """Refuse what cannot be planned (definition 3).
 
     Raises:
         UsageError: naming what cannot be planned and what to do.

@@ -105,7 +105,7 @@ class MemoryBudget(Callback):
         self._release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Likewise."""
+        """Let go of the model after an exception."""
         self._release()
 
     @takes_options

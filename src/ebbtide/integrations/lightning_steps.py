@@ -61,7 +61,7 @@ class Later:
 
 
 def _copied(value: Any) -> Any:
-    """As it is now: what the step writes to a tensor later is not to be seen."""
+    """A copy of ``value`` as it is now: what the step writes to a tensor later is not to be seen."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -144,7 +144,7 @@ class Losses(torch.nn.Module):
                 self.module.__dict__[name] = self._methods[name]
 
     def _work_off(self, outputs: Any, kept: list[Any]) -> Any:
-        """Definition 2: log, and update metrics; what the method returned, with their values."""
+        """Do what was put off (definition 2): log, and update metrics; what the method returned, with their values."""
         results: list[Any] = []
 
         def there(value: Any) -> Any:

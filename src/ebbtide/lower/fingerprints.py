@@ -34,7 +34,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 
 def fingerprint_of_values(tensor: torch.Tensor) -> int:
-    """The same of what ``tensor`` reaches of its storage, all of which it has to be."""
+    """The fingerprint of what ``tensor`` reaches of its storage, all of which it has to be."""
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return _fingerprint(tensor.untyped_storage(), begin, tensor.numel() * tensor.element_size())
 

@@ -172,7 +172,7 @@ class _Proof:
             self.changed[claim] = storage_key(self.joint.primals[update.position].meta["val"])
 
     def updated(self) -> None:
-        """Of clause 10 that every update runs; the graphs are read."""
+        """Check, of clause 10, that every update runs; the graphs are read."""
         for claim in self.updates:
             _require(claim in self.changed, f"{claim} never runs")
 

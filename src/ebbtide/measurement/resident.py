@@ -147,7 +147,7 @@ def resident_parts(
     granularity_bytes: int = 1,
     device: str | None = None,
 ) -> dict[str, int]:
-    """The same bytes of a model, a call's arguments and an optimizer's state by kind, each storage in the first kind.
+    """Resident bytes of a model, a call's arguments and an optimizer's state by kind, each storage in the first kind.
 
     Args:
         model: with its gradients.

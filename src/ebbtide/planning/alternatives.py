@@ -109,7 +109,7 @@ def _forms_of(rewrites: Iterable[Rewrite]) -> _Forms:
 
 @dataclass(frozen=True)
 class Hints:
-    """Definition 6.
+    """What other shapes' plans say about which alternatives to try (definition 6).
 
     Attributes:
         rewrites: of plans of the same model at other shapes.
@@ -154,12 +154,12 @@ class Alternatives(Sequence[Alternative]):
 
     @cached_property
     def first(self) -> list[Alternative]:
-        """By definition 5."""
+        """Alternatives that are tried first (definition 5)."""
         return list(self._make())
 
     @cached_property
     def further(self) -> list[Alternative]:
-        """By definition 5."""
+        """Alternatives that are tried if the first do not do (definition 5)."""
         return [replace(each, further=True) for each in self._make_further()]
 
     @cached_property
@@ -186,7 +186,7 @@ class Alternatives(Sequence[Alternative]):
     def __getitem__(self, index: slice) -> list[Alternative]: ...
 
     def __getitem__(self, index: int | slice) -> Alternative | list[Alternative]:
-        """As of a list."""
+        """The alternative at a position, or a list of them."""
         return self._list[index]
 
 
@@ -247,7 +247,7 @@ def _further(alternatives: Sequence[Alternative]) -> Callable[[], list[Alternati
 
 @dataclass(frozen=True)
 class _Search:
-    """Definitions 1 to 4; the arguments are those of :func:`best_of`."""
+    """The search among alternatives (definitions 1 to 4); the arguments are those of :func:`best_of`."""
 
     program: Program
     above_budget_bytes: int
@@ -390,7 +390,7 @@ def _ranked(
     above_budget_bytes: int,
     links: Mapping[str, Link] | None = None,
 ) -> list[Alternative]:
-    """Definition 3, the best first; one that only fits where it moves buffers by its time unplanned."""
+    """Rank alternatives (definition 3), the best first; one that fits only by moving buffers by its time unplanned."""
     greedy = planner_named("greedy")
     ranked: list[tuple[float, int, Alternative]] = []
     best = float("inf")

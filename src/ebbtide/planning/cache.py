@@ -111,7 +111,7 @@ class PlanCache:
         keep(path, self._directory / ".lock", lambda: data, self._make_room)
 
     def _make_room(self) -> None:
-        """Definition 3."""
+        """Remove the plans that were used longest ago (definition 3)."""
         known = [(path, path.stat()) for path in self._entries("*.json")]
         total = sum(stat.st_size for _, stat in known)
         for path, stat in sorted(known, key=lambda each: (each[1].st_mtime, each[0].name)):
@@ -169,7 +169,7 @@ def _digest(value: object) -> str:
 
 
 def structure_of(program: Program) -> str:
-    """Definition 1."""
+    """The digest of a program's structure (definition 1)."""
     ops = [(op.target, op.inputs, op.outputs, op.once) for op in program.ops]
     ends = (program.boundary, program.forward_outputs, program.gradients, program.mutations, len(program.buffers))
     return _digest((ops, ends))

@@ -63,7 +63,7 @@ class StepEnd:
         return self.needed_bytes(program, resident_bytes) - self.slack_bytes <= budget_bytes
 
     def needed_bytes(self, program: Program, resident_bytes: int) -> int:
-        """Of a budget, whatever the plan; 0 if nothing is taken."""
+        """The least budget that holds this end, whatever the plan; 0 if nothing is taken."""
         if not self.bytes:
             return 0
         if self.before:
@@ -143,7 +143,7 @@ def budget_to_ask_for(needed_bytes: int, unplanned_bytes: int, *, takes_shares: 
 
 
 def most_of(ends: Iterable[StepEnd], program: Program) -> StepEnd:
-    """Of what is taken at the end of one step at different moments, what needs most."""
+    """The end that needs most, of those of one step at different moments."""
     return max(ends, key=lambda each: each.needed_bytes(program, 0))
 
 

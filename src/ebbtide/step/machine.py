@@ -63,7 +63,7 @@ class Link:
         return self.latency_seconds + count / rate
 
     def slowed(self, share: float) -> Link:
-        """The same link at ``share`` of its rates."""
+        """This link at ``share`` of its rates."""
         out, back = self.out_bytes_per_second, self.in_bytes_per_second
         return replace(self, out_bytes_per_second=share * out, in_bytes_per_second=share * back)
 

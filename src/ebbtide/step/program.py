@@ -294,7 +294,7 @@ class Program:
     # -- derived programs and forms -------------------------------------------------------------------------
 
     def with_costs(self, seconds: Iterable[float], workspace_bytes: Iterable[int]) -> Program:
-        """The same program with other costs per op."""
+        """This program with other costs per op."""
         ops = tuple(
             replace(op, seconds=float(s), workspace_bytes=int(w))
             for op, s, w in zip(self.ops, seconds, workspace_bytes, strict=True)

@@ -40,7 +40,7 @@ class Rewrite:
         return dict(self.settings)[setting]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """This record as plain data."""
         return {
             "rule": self.rule,
             "at": self.at,
@@ -101,7 +101,7 @@ class Rewritten:
         return (1 + overhead) * program.seconds / self.seconds - 1
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """This record as plain data."""
         return {
             "rewrites": [each.to_json() for each in self.rewrites],
             "seconds": self.seconds,

@@ -71,7 +71,7 @@ def two_graph_backend(
 
 
 class _NoneIsInput(list[bool]):
-    """Of any number of saved tensors none is an input: a view among them is saved detached."""
+    """Says that no saved tensor is an input, so that a view among them is saved detached."""
 
     def __getitem__(self, _: Any) -> Any:
         return False
@@ -152,7 +152,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def sequence_number(node: fx.Node) -> int:
-    """Of the node of autograd that was made last when this one of the joint graph was, or with which it runs."""
+    """The number of the autograd node that was last when this one of the joint graph was made, or that runs it."""
     return int(node.meta.get("seq_nr", -1))
 
 

@@ -69,7 +69,7 @@ def checks_as(op: Any) -> Iterator[None]:
 
 
 def _check_all(op: Any, below: Callable[..., Any]) -> Callable[..., Any]:
-    """Definition 1."""
+    """Trace ``torch._check_tensor_all`` and its kin as ops (definition 1)."""
     from torch._dynamo.variables import ConstantVariable
 
     def handle(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def _wordless(kind: type[Exception]) -> Any:
 
 
 def _branch(below: Callable[..., None], name: str, op: Any, thread: int, tx: Any, instruction: Any) -> None:
-    """Definition 2: one instruction that jumps or does not by the truth of what is on top of the stack."""
+    """Trace a branch (definition 2), an instruction that jumps by the truth of what is on top of the stack."""
     on_top = tx.stack[-1]
     if thread != threading.get_ident() or not _is_tensor(on_top) or _example(on_top).numel() != 1:
         return below(tx, instruction)
@@ -171,7 +171,7 @@ def _made_by(tx: Any, loads: Sequence[Any]) -> tuple[Raised, list[Any]] | None:
 
 
 def _raised(kind: type[Exception], message: Any) -> tuple[Raised, list[Any]] | None:
-    """Definition 3: an exception of a class with a traced message, and the traced tensors that it tells."""
+    """An exception of a class with a traced message, and the traced tensors that it tells (definition 3)."""
     name = f"{kind.__module__}:{kind.__qualname__}"
     try:
         if pkgutil.resolve_name(name) is not kind:

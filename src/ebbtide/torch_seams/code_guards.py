@@ -51,7 +51,7 @@ def guard_classes(graph: Any) -> None:
 
 
 class _Watched:
-    """Definition 1 for some classes, which are held weakly.
+    """Guards the attributes of some classes (definition 1), which are held weakly.
 
     Args:
         kinds: the classes. Functions of modules' classes are in the key of a step (``engine.key``).

@@ -186,7 +186,7 @@ class OwnCompileMode:
 
 
 def code_of_compiled(function: Callable[..., Any]) -> types.CodeType:
-    """Of what was given to ``torch.compile``."""
+    """The code of what was given to ``torch.compile``."""
     return function._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined, no-any-return]
 
 

@@ -227,7 +227,7 @@ def truth_of(graph: fx.GraphModule, inputs: Iterable[Any]) -> bool | None:
 
 
 def _random_states() -> list[bytes]:
-    """Of all generators, in memory that is none of torch's: a budget holds while a question is answered."""
+    """States of all generators, in memory that is none of torch's: a budget holds while a question is answered."""
     with without_modes():
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return [each.numpy().tobytes() for each in (torch.get_rng_state(), *cuda)]

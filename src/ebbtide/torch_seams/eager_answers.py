@@ -107,7 +107,10 @@ def _site(tx: Any) -> Site:
 
 
 def _no_stream(_below: Callable[..., Any]) -> Callable[..., Any]:
-    """Definition 3. Dynamo asks torch, which may be built without CUDA, or traces no such question (XPU)."""
+    """Answer that no stream is captured (definition 3).
+
+    Dynamo asks torch, which may be built without CUDA, or traces no such question (XPU).
+    """
     from torch._dynamo.variables import ConstantVariable
 
     return lambda *_, **__: ConstantVariable.create(False)

@@ -272,7 +272,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _bytes(value: object) -> int:
-    """Of a fake tensor; too many for one whose sizes depend on data."""
+    """Bytes of a fake tensor; too many for one whose sizes depend on data."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     if not isinstance(value, torch.Tensor):

@@ -41,7 +41,7 @@ _NOTHING = _Nothing()
 
 
 class PatchTarget(Protocol):
-    """Definition 1."""
+    """What a patch replaces (definition 1)."""
 
     @property
     def key(self) -> tuple[object, ...]:

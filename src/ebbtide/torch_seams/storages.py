@@ -35,7 +35,7 @@ _plain_names: dict[type, frozenset[str]] = {}
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for two tensors exactly if they share a storage, while both are alive; also for fake tensors.
+    """A number that two living tensors have in common exactly if they share a storage; also for fake tensors.
 
     ``untyped_storage()._cdata`` is the address of the C++ storage. ``data_ptr()`` would not do: fake and empty storages
     have none, and two storages of no bytes have the same.

@@ -103,12 +103,12 @@ class _Regions:
 
 
 class Arena:
-    """Definition 1.
+    """The copies of one step under way (definition 1).
 
     Args:
         slots: of the plan.
         tiers: by name, those that the slots are in.
-        number: of the flight.
+        number: of the pending step.
         timed: whether seconds are taken even where that costs something.
 
     Attributes:

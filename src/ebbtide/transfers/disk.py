@@ -35,7 +35,7 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 class Region:
-    """Definition 1.
+    """A file for the copies of one step (definition 1).
 
     Args:
         directory: to make it in.
@@ -80,7 +80,7 @@ class Region:
             ) from None
 
     def _fill(self) -> None:
-        """Definition 2."""
+        """Write the whole file once, so that the space is there (definition 2)."""
         if self.size:
             os.posix_fallocate(self._file, 0, self.size)
         zeros = bytes(min(_CHUNK_BYTES, self.size))

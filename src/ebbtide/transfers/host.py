@@ -35,7 +35,7 @@ __all__ = ["Crossing", "HostTier", "Slab", "free_host_bytes", "host_tier"]
 
 
 class Slab:
-    """Definition 1.
+    """Pinned memory for the copies of one step (definition 1).
 
     Args:
         memory: its bytes.
@@ -61,7 +61,7 @@ class Slab:
         return bytes_of(self.memory, slot.offset, slot.bytes)
 
     def end(self) -> None:
-        """Definition 3: the step is over."""
+        """End the step: its memory may be used again (definition 3)."""
         for each in list(self.under_way):
             with contextlib.suppress(RuntimeError):  # of a device that is lost; finalizers come here
                 each.drop()
@@ -107,7 +107,7 @@ class Crossing:
         slab.under_way.add(self)
 
     def join(self, traffic: Traffic) -> None:
-        """Definitions 2 and 4. The second time it does nothing."""
+        """Make the stream wait for the copy (definitions 2 and 4). The second time it does nothing."""
         if self._tensor is None:
             return
         streams, begin = self._streams, self._begin
@@ -123,7 +123,7 @@ class Crossing:
         self._forget()
 
     def drop(self) -> None:
-        """Definition 3."""
+        """Let the tensor go once its stream has waited for the copy (definition 3)."""
         if self._tensor is not None:
             self._streams.wait(self._home, self.done, Edge.DROPPED)
             self._forget()
@@ -271,7 +271,7 @@ def _group_room(directory: Path) -> int | None:
 
 
 def _reclaimable(directory: Path) -> int:
-    """Of files in the page cache, which the system takes back first."""
+    """Bytes of files in the page cache, which the system takes back first."""
     try:
         rows = (directory / "memory.stat").read_text().splitlines()
         return next(int(row.split()[1]) for row in rows if row.startswith("inactive_file "))

@@ -33,7 +33,7 @@ _Way = Literal["out", "in"]
 
 
 class _Probe:
-    """Definitions 1 and 2."""
+    """Times copies between host and card (definitions 1 and 2)."""
 
     def __init__(self, tier: HostTier, slab: Slab, device: torch.device) -> None:
         self.streams = tier.streams
@@ -60,7 +60,7 @@ class _Probe:
         return max(max(streams.seconds(*pair) for pair in zip(begins, ends, strict=True)), 1e-9)
 
     def compute_share(self) -> float:
-        """Definition 2, the second half."""
+        """How much of a transfer's seconds computing loses (definition 2)."""
         streams = self.streams
         # No product: cuBLAS would keep a workspace for this stream.
         one = torch.zeros(_PIECE_BYTES // 4, device=self.device)
@@ -108,7 +108,7 @@ def measure_host(tier: HostTier, device: torch.device) -> Rates:
 
 
 def like_of(capability: str, memory_bytes: int) -> tuple[str, Link]:
-    """Definition 3: name and link of the catalogue's machine."""
+    """Name and link of the catalogue's machine that is most like this card (definition 3)."""
     cards = [(name, each) for name, each in catalogue().items() if "host" in each.links]
     known = [(name, each) for name, each in cards if each.capability == capability] or cards
     name, found = min(known, key=lambda item: abs(item[1].memory_bytes - memory_bytes))

@@ -67,7 +67,7 @@ _HOST: dict[str, Any] = {"alignment_bytes": _CUDA_BLOCK_BYTES, "least_bytes": _L
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Of one directory."""
+    """What was measured of the disk of one directory."""
 
     out_bytes_per_second: float
     in_bytes_per_second: float
@@ -136,13 +136,13 @@ def this_machine(tiers: Mapping[str, TransferPath], device: str = "cpu") -> Mach
 
 
 def _counted_on(link: Link, source: str) -> tuple[Link, str]:
-    """Definition 5: the link that plans are made with, and where it is from."""
+    """The link that plans are made with, and where it is from (definition 5)."""
     rates = {each: COUNTED_ON * getattr(link, each) for each in ("out_bytes_per_second", "in_bytes_per_second")}
     return replace(link, **rates), f"{source}; plans count on {format_percent(COUNTED_ON)} of its rates"
 
 
 def _through(host: Link, disk: Link) -> Link:
-    """Definition 5: the seconds add up."""
+    """A link to disk through the host, whose seconds add up (definition 5)."""
     return replace(
         disk,
         out_bytes_per_second=1 / (1 / host.out_bytes_per_second + 1 / disk.out_bytes_per_second),
@@ -282,7 +282,7 @@ def _read(path: Path) -> _Measured | None:
 
 
 def _measure(tier: DiskTier) -> _Measured:
-    """Definitions 1 and 2."""
+    """Measure a disk's rates and what computing loses beside it (definitions 1 and 2)."""
     region = tier.region(_PROBE_BYTES)
     try:
         piece = torch.zeros(_PIECE_BYTES, dtype=torch.uint8)
@@ -314,7 +314,10 @@ def _pass(tier: DiskTier, region: Region, piece: torch.Tensor, direction: str) -
 
 
 def _compute_share(tier: DiskTier, region: Region, piece: torch.Tensor) -> float:
-    """Definition 2, from the best of rounds in turn with and without a transfer under way: other jobs slow both."""
+    """How much a thread that computes loses to transfers (definition 2).
+
+    From the best of rounds in turn with and without a transfer under way: other jobs slow both.
+    """
     matrix = torch.zeros(192, 192)
 
     def compute() -> float:

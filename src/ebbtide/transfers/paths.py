@@ -30,7 +30,7 @@ _SMALL_BYTES = 4 * 2**20  # any free region up to this size will do
 
 
 class Copy(Protocol):
-    """Definition 2."""
+    """A copy under way (definition 2)."""
 
     @property
     def failure(self) -> str:
@@ -47,7 +47,7 @@ class Copy(Protocol):
 
 
 class Block(Protocol):
-    """Definition 1."""
+    """Memory of a tier (definition 1)."""
 
     @property
     def size(self) -> int:

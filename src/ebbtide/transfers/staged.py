@@ -28,7 +28,7 @@ _PIECE_BYTES = 16 * 2**20
 
 
 class StagedDisk:
-    """Definition 1.
+    """A disk tier that a card reaches through pinned memory (definition 1).
 
     Args:
         disk: the tier of the directory.
@@ -45,7 +45,7 @@ class StagedDisk:
         self._piece: Slab | None = None
 
     def region(self, size: int) -> Region:
-        """See :class:`~ebbtide.transfers.disk.DiskTier`.
+        """A region on disk, with pinned memory for its pieces.
 
         Raises:
             TierError: if the disk has no room for it, or the host none for a piece.

@@ -78,11 +78,11 @@ class CudaStreams:
         self._sides: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
-        """See :class:`Streams`."""
+        """The stream that computes."""
         return torch.cuda.current_stream(device)
 
     def side(self, device: torch.device, direction: Literal["out", "in"]) -> torch.cuda.Stream:
-        """See :class:`Streams`. Of high priority: torch hands out those from another set than most programs ask for."""
+        """A stream for copies in one direction, of high priority: torch hands out those from another set than most programs ask for."""
         with self._lock:
             key = (device, direction)
             if key not in self._sides:
@@ -90,31 +90,31 @@ class CudaStreams:
             return self._sides[key]
 
     def record(self, stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
-        """See :class:`Streams`."""
+        """An event at this point of a stream."""
         event = torch.cuda.Event(enable_timing=timed)
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event, edge: Edge) -> None:
-        """See :class:`Streams`."""
+        """Let a stream wait for an event."""
         stream.wait_event(event)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """See :class:`Streams`. Memory of the host that is not pinned makes the host wait for the copy."""
+        """Issue a copy on a stream. Memory of the host that is not pinned makes the host wait for the copy."""
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
     def finish(self, event: torch.cuda.Event) -> None:
-        """See :class:`Streams`."""
+        """Wait on the host until an event has come."""
         event.synchronize()
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """See :class:`Streams`."""
+        """Seconds between two timed events."""
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
     def pinned(self, size: int) -> torch.Tensor:
-        """See :class:`Streams`."""
+        """Pinned memory of the host."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 

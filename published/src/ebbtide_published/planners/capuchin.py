@@ -137,7 +137,7 @@ class _Capuchin:
         return sorted(found, key=lambda each: (-each.free_seconds, each.buffer))
 
     def _free_seconds(self, b: int, leaves: int, back: int) -> float:
-        """Definition 2; minus infinity for what no tier takes."""
+        """Free time between two accesses, in seconds (definition 2); minus infinity for what no tier takes."""
         takes = tiers_of(self.program, b, self.problem.links)
         tier = next((tier for tier in self.problem.links if tier in takes), None)
         if tier is None:

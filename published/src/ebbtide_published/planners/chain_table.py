@@ -50,7 +50,7 @@ class Steps:
     later: Ints
 
     def in_units(self, unit: float) -> Steps:
-        """The same chain with bytes counted in units, rounded up."""
+        """This chain with bytes counted in units, rounded up."""
 
         def up(sizes: Ints) -> Ints:
             return np.ceil(sizes / unit).astype(np.int64)

@@ -27,7 +27,7 @@ __all__ = ["TABLE", "Policy", "Version", "policies"]
 
 
 class Policy(enum.Enum):
-    """Definition 1."""
+    """Whether an op, and what made its inputs, may run again (definition 1)."""
 
     NEVER = enum.auto()
     INPUTS = enum.auto()

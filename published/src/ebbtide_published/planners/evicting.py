@@ -22,7 +22,7 @@ __all__ = ["Gap", "chain_of", "choice_of_gaps"]
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Definition 1.
+    """A stretch in which a buffer is not read (definition 1).
 
     Attributes:
         leaves: the stage in which the buffer is read last before.

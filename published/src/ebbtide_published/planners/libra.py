@@ -123,7 +123,7 @@ class _Libra:
         return answer_of(self.problem, found, {"chosen": text})
 
     def _candidates(self) -> list[int]:
-        """Definition 1."""
+        """Buffers that may be evicted (definition 1)."""
         program = self.program
         whole = measured(self.problem, choice_of_gaps(program, {}, {}))
         peak = peak_stage(whole)
@@ -140,7 +140,7 @@ class _Libra:
             excess -= self.program.buffers[b].bytes
 
     def _all_swapped(self) -> None:
-        """Definition 2."""
+        """Start with every candidate swapped (definition 2)."""
         excess = self._excess(unplanned_bytes(self.program))
         while self.waiting and excess > 0 and not self.problem.interrupt:
             self._leave(excess)
@@ -148,14 +148,14 @@ class _Libra:
             excess = self._excess(self.try_().above_bytes)
 
     def _recompute_first(self) -> None:
-        """Definition 3."""
+        """Recompute what leaves, but for what the peak needs (definition 3)."""
         outputs = read_outside(self.program, _joined(blocks_of(self.program)))
         peak = self._at_peak() if self.settings.all_swapped else set[int]()
         self.swapped = {b for b in self.gone if b in outputs or b in peak}
         self.try_()
 
     def _refine(self) -> bool:
-        """Definition 4; whether there was anything left to try."""
+        """Refine the plan once (definition 4); whether there was anything left to try."""
         left = [b for b in self.gone if b not in self.swapped]
         if left:
             peak = self._at_peak() if self.settings.new_peaks else set[int]()

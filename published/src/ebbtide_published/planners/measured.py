@@ -106,7 +106,7 @@ def last_use(program: Program, choice: Choice, b: int, stage: int) -> int:
 
 
 def _copied_late(schedule: Schedule) -> Schedule:
-    """The same with each copy issued right before its buffer leaves for the first time."""
+    """The schedule with each copy issued right before its buffer leaves for the first time."""
     copies = {each.buffer: each for each in schedule.actions if isinstance(each, Offload)}
     actions: list[Action] = []
     for action in schedule.actions:

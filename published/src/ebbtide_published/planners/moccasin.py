@@ -247,7 +247,7 @@ def _bytes(program: Program, buffers: Iterable[int]) -> int:
 
 
 def _fixed(program: Program) -> list[tuple[int, int, int]]:
-    """Definition 2, as start, end and bytes."""
+    """Intervals that no choice changes (definition 2), as start, end and bytes."""
     n = len(program.ops)
     boundary, end = _cp_child.boundary_event(n, program.boundary), _cp_child.end_event(n)
     found = [(boundary, end, program.late_bytes), (boundary, boundary + 1, program.between_excess_bytes)]
@@ -260,7 +260,7 @@ def _fixed(program: Program) -> list[tuple[int, int, int]]:
 
 
 def _scaled(request: Line) -> Line:
-    """Definition 5."""
+    """A request with bytes and costs as the solver takes them (definition 5)."""
     keys = ("first_bytes", "rerun_bytes", "state_bytes")
     sizes = [row[key] for row in request["ops"] for key in keys]
     sizes += [row["bytes"] for row in request["buffers"]] + [size for _, _, size in request["fixed"]]

@@ -91,7 +91,7 @@ def _measured(problem: Problem, swapped: list[int]) -> Measured:
 
 
 def _searched(problem: Problem, maps: list[int]) -> Answer:
-    """Definition 3."""
+    """The best number of swapped maps (definition 3)."""
     count, found = count_that_fits(problem, len(maps), lambda each: _measured(problem, maps[:each]), "feature maps")
     return answer_of(problem, found, _notes(problem, maps, count))
 

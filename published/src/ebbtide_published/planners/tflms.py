@@ -120,7 +120,7 @@ def _first(problem: Problem, settings: TflmsSettings) -> Answer:
 
 
 class _Walk:
-    """Definitions 1 to 3."""
+    """The walk of version 1 (definitions 1 to 3)."""
 
     def __init__(self, problem: Problem, settings: TflmsSettings) -> None:
         self.problem, self.program, self.settings = problem, problem.program, settings
@@ -176,7 +176,7 @@ class _Walk:
         return found
 
     def _trigger(self, producer: int, reader: int) -> int | None:
-        """Definition 2."""
+        """The op that triggers a swap-in (definition 2)."""
         of, lb, ub = self.levels.of, self.settings.lb, self.settings.ub
         if of[reader] - lb <= of[producer]:
             lb = 1
@@ -219,7 +219,7 @@ class _Tuned:
 
 
 class _Tuning:
-    """Definition 6."""
+    """The auto-tuning of version 2 (definition 6)."""
 
     def __init__(self, problem: Problem, settings: TflmsSettings) -> None:
         self.problem, self.settings = problem, settings

@@ -23,7 +23,7 @@ __all__ = ["Levels", "SwapIn", "loads_of"]
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Definition 3.
+    """A swap-in (definition 3).
 
     Attributes:
         buffer: that comes back.
@@ -63,7 +63,7 @@ class Levels:
         return bool(self._behind[other] >> op & 1)
 
     def first_of(self, ops: Iterable[int]) -> list[int]:
-        """Of some ops those that no other of them reaches."""
+        """Those of some ops that no other of them reaches."""
         given = list(ops)
         mask = sum(1 << op for op in given)
         return [op for op in given if not self._behind[op] & mask]
@@ -89,7 +89,7 @@ class Levels:
         return found
 
     def _serialise(self, levels: Collection[int]) -> None:
-        """Definition 2. Edges go up in level, then in captured order: there is no cycle."""
+        """Add edges between levels (definition 2). Edges go up in level, then in captured order: there is no cycle."""
         order = sorted(range(len(self.of)), key=lambda op: (self.of[op], op))
         last, last_level = -1, -2
         for op in order:

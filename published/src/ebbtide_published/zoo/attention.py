@@ -48,7 +48,7 @@ class MlpAttention(nn.Module):
         self.score = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, query: torch.Tensor, keys: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """As :class:`AdditiveAttention`."""
+        """Attend, with the arguments of :class:`AdditiveAttention`."""
         scores = self.score(torch.tanh(self.norm(self.query(query).unsqueeze(1) + keys)))
         return torch.bmm(F.softmax(scores, 1).transpose(1, 2), memory).squeeze(1)
 
@@ -61,6 +61,6 @@ class MultiplicativeAttention(nn.Module):
         self.key = nn.Linear(width, width, bias=False)
 
     def forward(self, query: torch.Tensor, keys: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """As :class:`AdditiveAttention`."""
+        """Attend, with the arguments of :class:`AdditiveAttention`."""
         weights = F.softmax(torch.bmm(keys, query.unsqueeze(2)), 1)
         return torch.bmm(weights.transpose(1, 2), memory).squeeze(1)

@@ -46,7 +46,7 @@ class Generator(nn.Sequential):
 
 
 def _channels(width: int, image: int) -> list[int]:
-    """Of each layer but the last, from ``width`` on: as many as halve ``image`` pixels down to 4."""
+    """Channels of each layer but the last, from ``width`` on: as many as halve ``image`` pixels down to 4."""
     return [width << layer for layer in range((image // _SMALLEST).bit_length() - 1)]
 
 

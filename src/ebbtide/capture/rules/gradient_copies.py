@@ -57,7 +57,7 @@ def copy_gradients(graph: fx.Graph, forward_output_count: int) -> None:
 
 
 def copy_positions(results: Sequence[object], forward_output_count: int) -> frozenset[int]:
-    """Of which primals :func:`copy_gradients` has the gradients copied."""
+    """The primals of which :func:`copy_gradients` has the gradients copied."""
     gradients = results[forward_output_count:]
     return frozenset(i for i, each in enumerate(gradients) if isinstance(each, fx.Node) and _ORIGINAL in each.meta)
 

@@ -81,7 +81,10 @@ def _relu_cell(projected: Tensor, states: _States, weights: _Weights) -> _States
 def _direction(
     cell: _Cell, inputs: Tensor, states: _States, weights: _Weights, *, from_last: bool
 ) -> tuple[Tensor, _States]:
-    """Definition 1: stacked outputs, steps x batch x features, and the states after the last step taken."""
+    """Run one direction of a layer (definition 1).
+
+    Stacked outputs, steps x batch x features, and the states after the last step taken.
+    """
     projected = F.linear(inputs, weights.w_ih, weights.b_ih).unbind(0)
     outputs: list[Tensor] = []
     for step in reversed(projected) if from_last else projected:
@@ -137,7 +140,7 @@ def _has_one_dnn() -> bool:
 
 
 def _grouped(params: Sequence[Tensor], has_biases: bool, projects: bool) -> list[_Weights]:
-    """Definition 4, layer by layer and in each direction by direction."""
+    """Weights in groups (definition 4), layer by layer and in each direction by direction."""
     size = 2 + 2 * has_biases + projects
     groups: list[_Weights] = []
     for start in range(0, len(params), size):

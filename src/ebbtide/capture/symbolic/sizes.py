@@ -136,7 +136,7 @@ class _Writer:
         self._copy(node, value)
 
     def _compare(self, node: fx.Node, value: Any) -> None:
-        """Definition 3."""
+        """Hold a node's sizes against those of a call (definition 3)."""
         symbolic, here = pytree.tree_leaves(node.meta["val"]), pytree.tree_leaves(value)
         described = [self._form(each) for each in symbolic]
         if described != [self._form(each) for each in here]:

@@ -145,7 +145,7 @@ def _cost(program: Program, op: int) -> int:
 
 
 class _Room:
-    """Definitions 2 and 3 at the first run of op ``t``.
+    """Room and reruns (definitions 2 and 3) at the first run of op ``t``.
 
     Attributes:
         left: room, bytes.

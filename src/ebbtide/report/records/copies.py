@@ -19,7 +19,7 @@ __all__ = ["Copy", "copies_of"]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Definition 1: indices of actions; ``end`` is the number of actions for the step's end."""
+    """A copy of a buffer (definition 1), by indices of actions; ``end`` is the number of actions for the step's end."""
 
     start: int
     end: int

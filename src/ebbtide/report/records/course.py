@@ -28,7 +28,7 @@ __all__ = ["Course", "Moment", "Stay", "course_of", "planned_course", "unplanned
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Definition 1.
+    """One op run or transfer (definition 1).
 
     Attributes:
         action: what happens; never a ``Free``.
@@ -51,7 +51,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Definition 2.
+    """One stay of a buffer in memory (definition 2).
 
     Attributes:
         buffer: its index.

@@ -51,7 +51,7 @@ class Curve:
     backward: tuple[int, ...]
 
     def above(self, bytes_more: int) -> Curve:
-        """The same with ``bytes_more`` under it."""
+        """This curve with ``bytes_more`` under it."""
         return Curve(tuple(b + bytes_more for b in self.forward), tuple(b + bytes_more for b in self.backward))
 
 

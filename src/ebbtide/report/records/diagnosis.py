@@ -41,7 +41,7 @@ _COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Definition 1.
+    """Where a buffer is made (definition 1).
 
     Attributes:
         op: the target; the op's own name in a published graph; ``tangent`` where there is no op.
@@ -311,7 +311,7 @@ def _namespace(op: Op) -> str:
 
 
 def place_of(program: Program, buffer: int) -> Place:
-    """Definition 1."""
+    """Where ``buffer`` is made (definition 1)."""
     producer = program.buffers[buffer].producer
     if producer is None:
         return Place("tangent", "", "", True)
@@ -358,7 +358,7 @@ def _most_at_once(lives: Iterable[tuple[int, int, int]]) -> int:
 
 
 def _life(program: Program, buffer: int) -> tuple[int, int]:
-    """Definition 2: indices of the first and last op of a buffer's life."""
+    """The first and last op of a buffer's life."""
     producer = program.buffers[buffer].producer
     first = program.boundary if producer is None else producer
     last = max(program.readers[buffer], default=first)

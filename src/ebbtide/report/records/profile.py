@@ -75,7 +75,7 @@ class LayerType:
 
     @property
     def seconds(self) -> float:
-        """Of all their ops."""
+        """Seconds of all their ops."""
         return self.forward_seconds + self.backward_seconds
 
 

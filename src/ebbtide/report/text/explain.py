@@ -73,7 +73,7 @@ def _words(program: Program, buffer: int) -> tuple[str, ...]:
 
 
 def _matches(program: Program, tensor: str, rewrites: Sequence[str]) -> list[int]:
-    """Definition 1."""
+    """Buffers that ``tensor`` may name, by the closest kind of match (definition 1)."""
     words = [_words(program, b) for b in range(len(program.buffers))]
     tests: tuple[Callable[[str], bool], ...] = (
         lambda word: word == tensor,

@@ -141,7 +141,7 @@ def _frame(program: Program, buffer: int) -> dict[str, Any]:
 
 
 def _rest(program: Program, course: Course, moment: int) -> dict[str, Any]:
-    """Of what a moment takes besides stays."""
+    """An allocation for what a moment takes besides stays."""
     match course.moments[moment].action:
         case Compute(op):
             return _line(program.ops[op], "workspace")

@@ -146,7 +146,7 @@ class _Saving(torch.autograd.Function):
 
 @canary
 def leaves_get_their_gradients_in_the_order_asked_for() -> None:
-    """Of what is ready, autograd runs the node of the highest sequence number next; that of a leaf can be set."""
+    """Autograd runs the ready node of the highest sequence number next; that of a leaf can be set."""
     order: list[int] = []
     leaves = [torch.ones(1, requires_grad=True) for _ in range(6)]
     for number, leaf in enumerate(leaves):
