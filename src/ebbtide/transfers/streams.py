@@ -82,7 +82,10 @@ class CudaStreams:
         return torch.cuda.current_stream(device)
 
     def side(self, device: torch.device, direction: Literal["out", "in"]) -> torch.cuda.Stream:
-        """A stream for copies in one direction, of high priority: torch hands out those from another set than most programs ask for."""
+        """A stream of high priority for copies in one direction.
+
+        Torch hands out those from another set than most programs ask for.
+        """
         with self._lock:
             key = (device, direction)
             if key not in self._sides:
