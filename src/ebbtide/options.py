@@ -50,7 +50,7 @@ _RULES: dict[Rewrites, tuple[str, ...]] = {
 _FURTHER: tuple[str, ...] = ("feed-forward", "attention", "in-place")
 _WITH_FURTHER: tuple[Rewrites, ...] = ("exact",)
 """Those of ``rewrites`` with which these are tried where the first ones give no plan, or a dear one."""
-SECOND_PASS = "second-pass"
+GRADIENT_RECOMPUTE = "gradient-recompute"
 """The one that is used whatever is asked for, where updates wait for all gradients."""
 STEPS = ("outside", "inside")
 _LARGEST_SEED = 2**31 - 1  # CP-SAT takes 31 bits (sat_parameters.proto: int32 random_seed)
@@ -308,7 +308,7 @@ class Options:
     @property
     def first_rules(self) -> tuple[str, ...]:
         """The names of the rules that are tried wherever the step does not fit as it is."""
-        waits = (SECOND_PASS,) if self.clipping is not None or self.scaler is not None else ()
+        waits = (GRADIENT_RECOMPUTE,) if self.clipping is not None or self.scaler is not None else ()
         return (*_RULES[self.rewrites or "exact"], *waits)
 
     @property

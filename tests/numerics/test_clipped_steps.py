@@ -272,7 +272,7 @@ def test_max_norm_needs_the_optimizer_in_the_step_and_all_that_is_trained() -> N
 
 
 def passes_of(model: nn.Module) -> list[str]:
-    """Names of what the plan makes in a second pass."""
+    """Names of what the plan makes in a gradient recompute pass."""
     plan = ebbtide.plan_of(model)
     assert plan is not None
     assert not check(plan.program, plan.schedule)
@@ -321,7 +321,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = 
 @pytest.mark.parametrize(
     ("name", "optimizer"), [("gpt", adamw), ("mlp", momentum), ("tied", momentum), ("tied", adamw), ("mixed", adamw)]
 )
-def test_second_passes_have_the_bits_of_the_loop_outside(name: str, optimizer: Any) -> None:
+def test_recompute_passes_have_the_bits_of_the_loop_outside(name: str, optimizer: Any) -> None:
     make, arguments = ZOO[name]
     torch.manual_seed(0)
     with pytest.raises(BudgetError) as refused:

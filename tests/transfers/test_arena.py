@@ -281,7 +281,7 @@ def test_a_thread_has_its_own_current_arena(tier: DiskTier):
         assert current_arena() is one
 
         def elsewhere() -> None:
-            with pytest.raises(InternalError, match="outside of a flight"):
+            with pytest.raises(InternalError, match="outside of a pending step"):
                 current_arena()
             seen.append(True)
 

@@ -36,7 +36,7 @@ class CallSlot(NamedTuple):
 
     Attributes:
         key: of the call.
-        depth: how many of the model's forwards were in the air when it started.
+        depth: how many of the model's forwards were pending when it started.
         model: number of the fitted model.
     """
 

@@ -239,7 +239,7 @@ def _make(
         with profiling_within(attempts.profiling), own_faults():
             program = _cost(model, captured if inside is None else inside.with_updates(captured), now)
             demand = _demand(model, step, now)
-            plan, provisional = plan_for(
+            plan, tentative = plan_for(
                 PlanTask(
                     step=step,
                     captured=captured,
@@ -261,7 +261,7 @@ def _make(
         progress(Progress("lowering the plan and proving its graphs"))
         validity = Validity(
             request=request.number,
-            tentative=provisional,
+            tentative=tentative,
             accumulates=step.piece.accumulates(captured),
             updates=now.updates,
             settings=demand.settings,

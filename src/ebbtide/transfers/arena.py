@@ -224,7 +224,7 @@ _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
 
 def arena_numbered(number: int) -> Arena | None:
-    """The arena of a flight, if the flight is alive and moves anything."""
+    """The arena of a pending step, if that is alive and moves anything."""
     return _arenas.get(number)
 
 
@@ -248,5 +248,5 @@ def travelling(arena: Arena | None) -> Generator[None, None, None]:
 def current_arena() -> Arena:
     """The arena of the step that this thread runs."""
     if _current.arena is None:
-        raise InternalError("a step that moves buffers runs outside of a flight")
+        raise InternalError("a step that moves buffers runs outside of a pending step")
     return _current.arena

@@ -2,7 +2,7 @@
 
 Its candidates are cuts at several prices of memory: which gradients are kept until the norm is known, and which are
 freed and made again, of what. It rests on no fact but that ops give the same bits twice, as all recomputation does; the
-first step holds each value of the second pass against the fingerprint of the first.
+first step holds each value of the gradient recompute pass against the fingerprint of the first.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from ebbtide.rewrites.rule import Estimate, Rule
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
 
-__all__ = ["SecondPassRule"]
+__all__ = ["GradientRecomputeRule"]
 
 
-class SecondPassRule(Rule):
-    """See ``rewrites.rule``."""
+class GradientRecomputeRule(Rule):
+    """Computes gradients once for their norm and once more for the updates, so that not all are kept."""
 
-    name = "second-pass"
+    name = "gradient-recompute"
 
     def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """One for each cut, that of the fewest ops first."""
-        settlement = total_norm_of(step)
+        norm = total_norm_of(step)
         for cut in cuts_of(step):
-            assert settlement is not None
+            assert norm is not None
             settings = (("ops", len(cut.again)), ("kept_bytes", cut.kept_bytes), ("price", cut.price))
-            yield (Rewrite(self.name, settlement.name, "the norm of all gradients", "made again", settings),)
+            yield (Rewrite(self.name, norm.name, "the norm of all gradients", "made again", settings),)
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """None."""
-        settlement = total_norm_of(step)
-        if settlement is None or len(cut_at(step, rewrite["price"]).again) != rewrite["ops"]:
-            raise LookupError("the step has no such second pass over its gradients")
+        norm = total_norm_of(step)
+        if norm is None or len(cut_at(step, rewrite["price"]).again) != rewrite["ops"]:
+            raise LookupError("the step has no such pass that recomputes its gradients")
         return ()
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
-        """The second pass of the one of ``rewrites``."""
+        """The step with the gradient recompute pass of the one of ``rewrites``."""
         (rewrite,) = rewrites
         return with_recompute_pass(step, cut_at(step, rewrite["price"]))
 
