@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.numerics.test_inside_steps import Deep, Lora, Mlp, Tied, adamw, floats, outcome, sgd, tokens
+from tests.numerics.test_inside_steps import (
+    STEPS,
+    Deep,
+    Lora,
+    Mlp,
+    Tied,
+    adamw,
+    assert_as_outside,
+    assert_same,
+    floats,
+    outcome,
+    sgd,
+    tokens,
+)
 from torch import Tensor, nn
 
 import ebbtide
@@ -21,76 +34,13 @@ from ebbtide.measurement.resident import resident_bytes
 from ebbtide.step.legality import check
 from ebbtide.zoo import GPTConfig, gpt
 
-STEPS = 20
-
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return sgd(model, momentum=0.9)
 
 
-def same(found: list[Any], expected: list[Any]) -> None:
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        if not isinstance(theirs, Tensor):
-            assert mine == theirs
-        else:
-            assert mine.dtype == theirs.dtype
-            assert torch.equal(
-                mine.contiguous().view(-1).view(torch.uint8), theirs.contiguous().view(-1).view(torch.uint8)
-            )
-
-
-def trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    arguments: Callable[[], tuple[Any, ...]],
-    norm: Callable[[], Tensor | None],
-    steps: int = STEPS,
-) -> list[Any]:
-    """Losses, norms, weights, the optimizer's and random state; ``norm`` clips, or tells the norm of what has been."""
-    torch.manual_seed(3)
-    seen: list[Any] = []
-    for _ in range(steps):
-        loss = model(*arguments())
-        optimizer.zero_grad()
-        loss.backward()
-        total = norm()
-        optimizer.step()
-        assert total is not None
-        seen += [loss.detach().clone(), total.clone()]
-    return [*seen, *outcome(model, optimizer), torch.get_rng_state()]
-
-
 def clipper(model: nn.Module, **how: Any) -> Callable[[], Tensor]:
     return lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), **how)
-
-
-def assert_as_outside(
-    make: Callable[[], nn.Module],
-    of: Callable[[nn.Module], torch.optim.Optimizer],
-    arguments: Callable[[], tuple[Any, ...]],
-    budget: str | int = "100%",
-    steps: int = STEPS,
-    rewrites: Any = None,
-    **how: Any,
-) -> nn.Module:
-    torch.manual_seed(0)
-    model = make()
-    plain = copy.deepcopy(model)
-    expected = trained(plain, of(plain), arguments, clipper(plain, **how), steps)
-    optimizer = of(model)
-    ebbtide.fit(
-        model,
-        budget,
-        optimizer=optimizer,
-        step="inside",
-        progress=None,
-        options=ebbtide.Options(max_norm=ebbtide.Clipping(**how), rewrites=rewrites),
-    )
-    same(trained(model, optimizer, arguments, lambda: ebbtide.total_norm(model), steps), expected)
-    assert not ebbtide.calls_of(model).unplanned
-    assert ebbtide.plan_of(model).program.gradients == ()  # type: ignore[union-attr]
-    return model
 
 
 @pytest.mark.parametrize("of", [momentum, adamw])
@@ -108,7 +58,7 @@ def assert_as_outside(
 def test_clipped_steps_have_the_bits_of_the_loop_outside(
     make: Any, arguments: Any, max_norm: float, of: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
-    assert_as_outside(make, of, arguments, max_norm=max_norm)
+    assert_as_outside(make, of, arguments, clipping={"max_norm": max_norm})
 
 
 @pytest.mark.parametrize(
@@ -123,7 +73,7 @@ def test_clipped_steps_have_the_bits_of_the_loop_outside(
     ids=str,
 )
 def test_other_norms_and_ways_are_those_of_torch(how: dict[str, Any]) -> None:
-    assert_as_outside(Mlp, adamw, floats(16, 8), steps=4, **how)
+    assert_as_outside(Mlp, adamw, floats(16, 8), steps=4, clipping=how)
 
 
 class Mixed(nn.Module):
@@ -142,7 +92,7 @@ class Mixed(nn.Module):
 
 
 def test_types_uses_and_missing_gradients() -> None:
-    assert_as_outside(Mixed, adamw, floats(6, 8), steps=6, max_norm=0.05)
+    assert_as_outside(Mixed, adamw, floats(6, 8), steps=6, clipping={"max_norm": 0.05})
 
 
 class Parted(nn.Module):
@@ -182,7 +132,7 @@ def test_gradients_that_are_there_and_those_the_step_does_not_reach() -> None:
 
     torch.manual_seed(0)
     model = Parted()
-    same(run(copy.deepcopy(model), True), run(model, False))
+    assert_same(run(copy.deepcopy(model), True), run(model, False))
 
 
 def fitted(model: nn.Module, max_norm: Any, budget: str | int = "100%") -> torch.optim.Optimizer:
@@ -201,7 +151,7 @@ def test_a_norm_that_is_no_number_raises_before_anything_is_updated_or_spreads_a
     with pytest.raises(RuntimeError, match=r"non-finite.*Nothing has been updated"):
         model(torch.full((12, 16), float("inf"))).backward()
     optimizer.zero_grad()
-    same(list(model.state_dict().values()), list(before.values()))
+    assert_same(list(model.state_dict().values()), list(before.values()))
     model(torch.randn(12, 16)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -229,7 +179,7 @@ def test_a_backward_that_fails_before_its_norm_has_updated_nothing(monkeypatch: 
         patch.setattr(BackwardUpdates, "total_norm", fail)
         with pytest.raises(MemoryError):
             model(torch.randn(12, 16)).backward()
-    same(list(model.state_dict().values()), list(before.values()))
+    assert_same(list(model.state_dict().values()), list(before.values()))
     model(torch.randn(12, 16)).backward()
     optimizer.step()
 
@@ -289,7 +239,8 @@ def test_a_budget_below_all_gradients_has_them_made_twice(of: Any, rewrites: str
     weights = sum(each.nbytes for each in model.parameters())
     state = (2 if of is adamw else 1) * weights
     budget = weights + state + x.nbytes + int(0.55 * weights)
-    model = assert_as_outside(Deep, of, lambda: (torch.randn(8, 96),), budget, rewrites=rewrites, max_norm=0.01)
+    clipping = {"max_norm": 0.01}
+    model = assert_as_outside(Deep, of, floats(8, 96), budget, rewrites=rewrites, clipping=clipping)
     assert passes_of(model)
     step = ebbtide.step_of(model)
     assert step is not None
@@ -333,7 +284,7 @@ def test_recompute_passes_have_the_bits_of_the_loop_outside(name: str, optimizer
         )
     assert refused.value.smallest_bytes is not None
     budget = refused.value.smallest_bytes + 256
-    model = assert_as_outside(make, optimizer, arguments, budget, steps=6, max_norm=0.1)
+    model = assert_as_outside(make, optimizer, arguments, budget, steps=6, clipping={"max_norm": 0.1})
     # Where gradients are few, something else pins the least budget, and they may stay.
     assert passes_of(model) or name != "gpt"
 

@@ -89,7 +89,7 @@ class FittedModel:
         Raises:
             UsageError: if the one that it replaces has updated weights inside of a backward, and has not stepped yet.
         """
-        if self.optimizers.tell(optimizer):
+        if self.optimizers.declare(optimizer):
             self._ask(self.request.with_optimizer())
 
     def _ask(self, request: Request) -> None:

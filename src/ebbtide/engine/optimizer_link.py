@@ -14,7 +14,7 @@ import torch
 from ebbtide.engine.call_context import CallContext
 from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import as_stepping, held_by, optimizers_in, resident_bytes
-from ebbtide.optimizer.cost.step_end import OptimizerStepCost, taken_of
+from ebbtide.optimizer.cost.step_end import OptimizerStepCost, taken_in_words
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.offload.optimizer_offload import OptimizerOffload
 from ebbtide.optimizer.state.combined import class_names, parts_of
@@ -52,7 +52,7 @@ class OptimizerLink:
         self.offloaded = offloaded
         self.in_backward = in_backward
         self.others = weakref.WeakSet[torch.optim.Optimizer]()
-        self._state_when_met = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._state_at_first_step = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._stepping: OptimizerStepCost | None = None
         self._refuse_more: Callable[[], None] | None = None
         self._parameters_planned_for: int | None = None
@@ -96,7 +96,7 @@ class OptimizerLink:
 
     # -- which optimizers there are ---------------------------------------------------------------------------
 
-    def tell(self, optimizer: torch.optim.Optimizer) -> bool:
+    def declare(self, optimizer: torch.optim.Optimizer) -> bool:
         """Count the state of another optimizer; whether it is another.
 
         The state of those that it replaces counts as long as somebody has them.
@@ -156,7 +156,7 @@ class OptimizerLink:
         if optimizer in self.others:
             return
         self.others.add(optimizer)
-        self._state_when_met[optimizer] = _state_bytes(optimizer)
+        self._state_at_first_step[optimizer] = _state_bytes(optimizer)
         if declared is not None and self.offloaded is None and _parameter_ids(declared) <= _parameter_ids(optimizer):
             self.others.add(declared)
             self.declared = self._stepping = None
@@ -171,7 +171,9 @@ class OptimizerLink:
         """Bytes of state that were made since :meth:`state_sizes` gave ``sizes``; 0 of an optimizer in the step."""
         if self.in_backward is not None:
             return 0
-        return sum(_state_bytes(each) - sizes.get(id(each), self._state_when_met.get(each, 0)) for each in self.all)
+        return sum(
+            _state_bytes(each) - sizes.get(id(each), self._state_at_first_step.get(each, 0)) for each in self.all
+        )
 
     def state_to_come_bytes(self) -> int:
         """What the optimizer that was told of will make in its first step and keep through a training step."""
@@ -219,7 +221,7 @@ class OptimizerLink:
         """What is counted of the step of the optimizer that was told of."""
         if now.updates:
             return IN_THE_STEP
-        return "" if (step := self.step_cost) is None else taken_of(step.taken_bytes(now.trained))
+        return "" if (step := self.step_cost) is None else taken_in_words(step.taken_bytes(now.trained))
 
     def forward_ran(self, plan: Plan | None, now: CallContext, resident_bytes: int) -> None:
         """Note under which ``plan`` a forward ran, so that options changed before the step are held against it.
@@ -247,7 +249,7 @@ class OptimizerLink:
         """Classes of all whose state counts."""
         return _names_of(self.all)
 
-    def advice_to_tell(self) -> Iterator[str]:
+    def advice_to_declare(self) -> Iterator[str]:
         """What a refusal says of optimizers that have come after the first plan."""
         if self.declared is None and self.others:
             yield (

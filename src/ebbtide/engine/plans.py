@@ -208,7 +208,7 @@ def plan_for(task: PlanTask) -> tuple[Plan, bool]:
             if other is not None:
                 return other
             if not windows.forget_untrained(now.call_slot):
-                for note in (*_unknown_here(wanted.options.alternatives), *task.optimizers.advice_to_tell()):
+                for note in (*_unknown_here(wanted.options.alternatives), *task.optimizers.advice_to_declare()):
                     error.add_note(note)
                 raise  # here, with no frame more than it has
         _warn_of_untrained()

@@ -86,9 +86,9 @@ def _largest(
     steps = _counted.setdefault(optimizer, {})
     key = repr((device, values_of(optimizer, kinds), [list(map(_kind, group["params"])) for group in kinds]))
     if key not in steps:
-        taken = list(_taken(optimizer, kinds, device, range(STEPS), lambda *_: 0))
+        taken = list(_step_peaks(optimizer, kinds, device, range(STEPS), lambda *_: 0))
         steps[key] = tuple(sorted({0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}))
-    return max(_taken(optimizer, groups, device, steps[key], workspace))
+    return max(_step_peaks(optimizer, groups, device, steps[key], workspace))
 
 
 _counted: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[object, tuple[int, ...]]] = weakref.WeakKeyDictionary()
@@ -110,7 +110,7 @@ def _of_each_kind(parameters: Iterable[torch.nn.Parameter]) -> Iterable[torch.nn
     return largest.values()
 
 
-def _taken(
+def _step_peaks(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[_Group],
     device: str | None,

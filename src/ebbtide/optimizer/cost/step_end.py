@@ -28,7 +28,7 @@ from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.torch_seams.optimizers import parameters_in
 from ebbtide.units import format_bytes
 
-__all__ = ["OptimizerStepCost", "end_of", "taken_of"]
+__all__ = ["OptimizerStepCost", "end_of", "taken_in_words"]
 
 
 _ON_CARD = 128
@@ -82,7 +82,7 @@ def _is_on_card(optimizer: torch.optim.Optimizer) -> bool:
     return any(each.is_cuda for each in parameters_in(optimizer))
 
 
-def taken_of(taken_bytes: int | None) -> str:
+def taken_in_words(taken_bytes: int | None) -> str:
     """What a step takes, for people."""
     return NOT_KNOWN if taken_bytes is None else format_bytes(taken_bytes)
 
@@ -108,7 +108,7 @@ class OptimizerStepCost:
         """
         key = self.key(trained)
         if self._last[0] != key:
-            self._last = (key, self._look())
+            self._last = (key, self._foreseen_bytes())
         return self._last[1]
 
     def key(self, trained: bytes) -> object:
@@ -164,7 +164,7 @@ class OptimizerStepCost:
 
         return refuse_more
 
-    def _look(self) -> int | None:
+    def _foreseen_bytes(self) -> int | None:
         if not self.one_by_one:
             return step_bytes(self.optimizer)
         kinds: dict[object, list[dict[str, Any]]] = {}

@@ -53,7 +53,7 @@ class UpdateCosts:
             parameter.device,
         )
         if key not in self._bytes_of:
-            self._bytes_of[key] = self._taken(options, parameter)
+            self._bytes_of[key] = self._step_bytes(options, parameter)
         state = self._state * parameter.nbytes // max(self._trained, 1)
         return self._bytes_of[key], 3 * parameter.nbytes + 2 * state
 
@@ -74,7 +74,7 @@ class UpdateCosts:
     def _on_card(self, parameter: torch.Tensor) -> bool:
         return (self._device or parameter.device.type) == "cuda"
 
-    def _taken(self, options: dict[str, Any], parameter: torch.Tensor) -> int:
+    def _step_bytes(self, options: dict[str, Any], parameter: torch.Tensor) -> int:
         taken = step_bytes(self._optimizer, self._device, [{**options, "params": [parameter]}])
         if taken is None:
             kind = type(self._optimizer).__name__

@@ -99,7 +99,7 @@ class BackwardUpdates:
                 )
             self._overflow = torch.zeros_like(self._inverse)
 
-    def _seen(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _partial_norm(self, gradient: torch.Tensor) -> torch.Tensor:
         """One number that is known of ``gradient``, which stays as it is: its norm, once it is unscaled."""
         clipping = self._in_backward.clipping
         if self._inverse is not None and self._overflow is not None:
@@ -121,7 +121,7 @@ class BackwardUpdates:
             if (existing := gradient_of(self._trained[position][0])) is not None:
                 existing += gradient
                 gradient = existing
-            return self._seen(gradient)
+            return self._partial_norm(gradient)
 
     def total_norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What gradients are scaled by, of all that parameters have (definitions 2 and 3)."""
@@ -136,7 +136,7 @@ class BackwardUpdates:
                     parts.append(norm)
                     of.append(parameter)
                 elif (gradient := gradient_of(parameter)) is not None:
-                    parts.append(self._seen(gradient))
+                    parts.append(self._partial_norm(gradient))
                     of.append(gradient)
                     others.append(gradient)
             if self._overflow is not None and self._inverse is not None:

@@ -220,7 +220,7 @@ def _overlap(parameters: list[torch.nn.Parameter]) -> bool:
 def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = [{**options_of(group), "params": list(_small(group["params"]))} for group in optimizer.param_groups]
     other = optimizer.param_groups[-1]
-    groups.append({**_others(options_of(other)), "params": list(_small(other["params"]))})
+    groups.append({**_halved_options(options_of(other)), "params": list(_small(other["params"]))})
     try:
         return stand_in_of(optimizer, groups)
     except Exception as error:  # of the user's own constructor, which may raise anything
@@ -232,7 +232,7 @@ def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         ) from error
 
 
-def _others(options: dict[str, Any]) -> dict[str, Any]:
+def _halved_options(options: dict[str, Any]) -> dict[str, Any]:
     """Other numbers of the same kind: what steps by the options of a group that is not its parameter's is found out."""
     return {name: _halved(value) for name, value in options.items()}
 

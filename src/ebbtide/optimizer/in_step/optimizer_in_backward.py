@@ -264,7 +264,7 @@ class OptimizerInBackward:
                 updated=self.gradient_guard.names if self.gradient_guard.state is GuardState.UPDATED else [],
             )
         if closure is not None:
-            instead = functools.partial(self._called, closure, itertools.count())
+            instead = functools.partial(self._call_closure, closure, itertools.count())
             self.gradient_guard.in_step = True
             return with_closure(args, kwargs, instead)
         if self.gradient_guard.state is GuardState.CLEARED and self.clipping is not None:
@@ -305,7 +305,7 @@ class OptimizerInBackward:
         while self._stepped_by:
             set_gradient(*self._stepped_by.pop())
 
-    def _called(self, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
+    def _call_closure(self, closure: Callable[[], Any], calls: Iterator[int]) -> Any:
         """What ``closure`` gives. It is the user's own code, in which gradients are read as anywhere outside."""
         if next(calls) and self.gradient_guard.rounds != self.gradient_guard.stepped_round:
             raise UpdateError(

@@ -15,7 +15,7 @@ import torch
 from ebbtide.errors import BudgetError
 from ebbtide.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
 from ebbtide.optimizer.cost.step_bytes import step_bytes
-from ebbtide.optimizer.cost.step_end import end_of, less_at_once, scalars_bytes, taken_of
+from ebbtide.optimizer.cost.step_end import end_of, less_at_once, scalars_bytes, taken_in_words
 from ebbtide.optimizer.state.future_bytes import future_state_bytes, future_state_sizes
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbtide.step.program import Program
@@ -128,7 +128,7 @@ def ahead_in_place(optimizer: torch.optim.Optimizer | None, device: str, *, in_b
     if in_backward:
         return replace(forecast, step_word=IN_THE_STEP)
     taken = step_bytes(optimizer, device)
-    return replace(forecast, end=end_of(optimizer, taken), step_word=taken_of(taken))
+    return replace(forecast, end=end_of(optimizer, taken), step_word=taken_in_words(taken))
 
 
 def offload_hint(
