@@ -159,7 +159,7 @@ class OptimizerLink:
         self._state_at_first_step[optimizer] = _state_bytes(optimizer)
         if declared is not None and self.offloaded is None and _parameter_ids(declared) <= _parameter_ids(optimizer):
             self.others.add(declared)
-            self.declared = self._stepping = None
+            self.declared = self._stepping = self._refuse_more = None
 
     # -- what they keep, and will keep --------------------------------------------------------------------------
 

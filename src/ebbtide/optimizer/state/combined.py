@@ -18,9 +18,7 @@ class CombinedOptimizers(torch.optim.Optimizer):
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        # Not made as an optimizer: it has no groups of its own. Whoever counts state finds the parts in its attributes.
-        for position, each in enumerate(parts):
-            setattr(self, f"part_{position}", each)
+        # Not made as an optimizer: it has no groups of its own. Whoever counts state finds the parts in this attribute.
         self.parts = tuple(parts)
         self.state: Any = {}
         self.param_groups: list[dict[str, Any]] = []
