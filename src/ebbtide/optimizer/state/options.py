@@ -44,12 +44,8 @@ def settings_of(*options: Mapping[str, Any]) -> tuple[object, ...]:
     Args:
         options: groups, or attributes; numbers among them may count steps.
     """
-    return tuple(
-        (name, _setting(value))
-        for each in options
-        for name, value in each.items()
-        if isinstance(value, _SETTINGS) and name != _RATE
-    )
+    plain = [pair for each in options for pair in each.items() if isinstance(pair[1], _SETTINGS) and pair[0] != _RATE]
+    return tuple([(name, _setting(value)) for name, value in plain])
 
 
 def _setting(value: object) -> object:
