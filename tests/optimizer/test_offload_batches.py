@@ -26,8 +26,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ebbtide.errors import TierError, UsageError
 from ebbtide.measurement.resident import storages_in
+from ebbtide.optimizer.cost.forecast import LEAST_BYTES
 from ebbtide.optimizer.offload import batch as batches
-from ebbtide.optimizer.offload.forecast import LEAST_BYTES
 from ebbtide.optimizer.offload.optimizer_offload import OptimizerOffload, offload_of
 from ebbtide.torch_seams import readers
 from ebbtide.torch_seams.offloaded import can_offload, is_offloaded

@@ -34,8 +34,8 @@ from ebbtide.faults import own_faults, users_level
 from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.libraries import take_workspaces
 from ebbtide.measurement.resident import device_of, resident_parts
+from ebbtide.optimizer.cost.forecast import ahead_in_place, ahead_offloaded
 from ebbtide.optimizer.in_step.insertion import UpdateInsertion
-from ebbtide.optimizer.offload.forecast import ahead_in_place, ahead_offloaded
 from ebbtide.optimizer.state.combined import class_names
 from ebbtide.options import Options
 from ebbtide.planners import Progress, planner_named

@@ -34,7 +34,7 @@ from ebbtide.engine.validity import Demand
 from ebbtide.errors import BudgetError, CaptureError
 from ebbtide.faults import users_level
 from ebbtide.measurement.resident import gradients_to_come
-from ebbtide.optimizer.offload.forecast import offload_hint
+from ebbtide.optimizer.cost.forecast import offload_hint
 from ebbtide.optimizer.state.combined import parts_of
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planning.alternatives import Alternative

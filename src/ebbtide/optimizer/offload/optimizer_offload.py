@@ -27,8 +27,8 @@ import torch
 
 from ebbtide.errors import TierError
 from ebbtide.measurement.resident import as_stepping, kept_by, optimizers_in
+from ebbtide.optimizer.cost.forecast import Forecast, forecast_offload, is_moved
 from ebbtide.optimizer.offload.batch import Batch
-from ebbtide.optimizer.offload.forecast import Forecast, forecast_offload, is_moved
 from ebbtide.optimizer.state.options import settings_of
 from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.offloaded import can_offload, is_offloaded, own_memory
