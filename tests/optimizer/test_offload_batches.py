@@ -120,7 +120,7 @@ def test_who_reads_it_in_the_middle_of_a_step_is_refused_by_name(
 def test_the_refusal_names_the_function(optimizer: torch.optim.Optimizer, offload: OptimizerOffload) -> None:
     offload.send()
     held = moments(optimizer)[0]
-    with pytest.raises(UsageError, match=r"torch\.Tensor\.norm is given .* state_dict\(\), which brings it back"):
+    with pytest.raises(UsageError, match=r"torch\.Tensor\.norm is given .*\.state_dict\(\), which brings it back"):
         held.norm()
     assert repr(held) == f"tensor(..., size=({SIZE},), offloaded)"
 
