@@ -4,9 +4,9 @@
                                    [--measure quick test | --quick-seconds S --test-seconds S]
 
 ``executor`` and ``planner`` check COMMIT out beside the working tree (``git worktree``) and let both run in turns, on
-the models of ``path.py``. Seconds of
-``make quick`` and ``make test`` are measured on demand or taken from what somebody has measured. A question that is
-run again replaces its own rows in ``benchmarks/results/structure.json``; the others' stay.
+the models of ``path.py``. Seconds of ``make quick`` and ``make test`` are measured on demand or taken from what
+somebody has measured. A question that is run again replaces its own rows in ``benchmarks/results/structure.json``; the
+others' stay.
 """
 
 from __future__ import annotations
