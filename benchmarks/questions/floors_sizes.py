@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebbtide.rewrites.heads import kernels as head_kernels
 from ebbtide.rewrites.heads import slices as head_slices
 from ebbtide.rewrites.heads.facts import HeadSizes, column_facts, row_facts, softmax_facts
+from ebbtide.rewrites.heads.kernels import HEAD_OPS
 from harness.record import Row, at_least, at_most
 
 TITLE = "Heads in slices over random sizes: wrong bits where the facts hold"
@@ -29,7 +30,7 @@ MOST_WORK = 3e8
 """Multiplications of one product."""
 
 _aten = torch.ops.aten
-_ops = getattr(torch.ops, head_kernels.NAMESPACE)
+_ops = SimpleNamespace(**{name: op.target for name, op in HEAD_OPS.items()})
 
 
 def _drawn(choose: random.Random) -> tuple[int, int, int]:

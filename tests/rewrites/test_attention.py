@@ -26,11 +26,11 @@ from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
 from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.sliced.attention import Attention
 from ebbtide.rewrites.sliced.axes import SPREAD, Axis
 from ebbtide.rewrites.sliced.calls import InSlices, calls_of
 from ebbtide.rewrites.sliced.facts import slice_facts
-from ebbtide.rewrites.sliced.places import PARTS
 from ebbtide.rewrites.sliced.regions import find_regions
 from ebbtide.rewrites.sliced.rule import ATTENTION as RULE
 from ebbtide.rewrites.sliced.rule import FEED_FORWARD

@@ -15,9 +15,9 @@ from ebbtide._api.estimate import capture_program
 from ebbtide.errors import VerificationError
 from ebbtide.lower.compared import How
 from ebbtide.rewrites.choices import Choice
-from ebbtide.rewrites.heads import facts as head_facts
 from ebbtide.rewrites.heads import kernels as head_kernels
 from ebbtide.rewrites.heads.rule import HeadRule
+from ebbtide.rewrites.heads.slices import Operands
 from ebbtide.rewrites.in_place.forms import InPlace
 from ebbtide.rewrites.in_place.rule import InPlaceRule
 from ebbtide.rewrites.rule import Rule
@@ -187,14 +187,14 @@ def test_slices_that_are_not_those_of_the_whole_on_these_numbers_are_found_by_a_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (plan,) = planned(HeadRule(), FORMS["plain"](), arguments(), "rows", room=TOKENS * CLASSES * 4)
-    whole = head_facts._product
+    whole = Operands.logits
 
-    def sliced(h: torch.Tensor, wt: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        made = whole(h, wt, bias)
-        return made if h.shape[0] == TOKENS else off_by_a_bit(made)
+    def sliced(x: Operands) -> torch.Tensor:
+        made = whole(x)
+        return made if x.h.shape[0] == TOKENS else off_by_a_bit(made)
 
     with monkeypatch.context() as patched:
-        patched.setattr(head_facts, "_product", sliced)
+        patched.setattr(Operands, "logits", sliced)
         refused(FORMS["plain"](), plan, arguments(), "forward_by_rows")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebbtide.rewrites.heads import kernels as head_kernels
 from ebbtide.rewrites.heads.facts import HeadSizes, column_facts, row_facts, softmax_facts
+from ebbtide.rewrites.heads.kernels import HEAD_OPS
 from ebbtide.rewrites.heads.slices import known_columns
 from ebbtide.rewrites.spans import LEAST, spans
 
 aten = torch.ops.aten
-ops = getattr(torch.ops, head_kernels.NAMESPACE)
+ops = SimpleNamespace(**{name: op.target for name, op in HEAD_OPS.items()})
 
 
 How = tuple[int, int, list[int], Tensor | None, str]

@@ -22,11 +22,11 @@ from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
 from ebbtide.rewrites.choices import choice_of
 from ebbtide.rewrites.facts import Fact
-from ebbtide.rewrites.heads.costs import guess_workspace_bytes
+from ebbtide.rewrites.heads.costs import estimates
 from ebbtide.rewrites.heads.find import find_heads
 from ebbtide.rewrites.heads.forms import forms_of, rewritten
-from ebbtide.rewrites.heads.kernels import NAMESPACE
 from ebbtide.rewrites.heads.proof import prove_rewritten
+from ebbtide.step.op_traits import NAMESPACE
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.step.unplanned import unplanned_schedule
 from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
@@ -93,7 +93,8 @@ def test_what_a_wrong_guess_takes_is_not_underestimated() -> None:
             pairs = zip(other.program.ops, other.calls, strict=True)
             call = next(call for op, call in pairs if "backward_by_rows" in op.target)
             (cost,) = profile_calls([call], "cpu").values()
-            assert cost.workspace_bytes <= guess_workspace_bytes(head, each)
+            settling = estimates(head, each, {})["settle_guess"]
+            assert cost.workspace_bytes <= settling.workspace_bytes
 
 
 def _product_flops(event: Any) -> int:
@@ -284,6 +285,17 @@ def test_the_proof_sees_a_reader_of_what_is_written_over() -> None:
 def test_a_captured_step_is_itself() -> None:
     step = captured_of(FORMS["tied"]())
     assert not prove_rewritten(step, reread(step, step.graph))
+
+
+def test_ops_of_a_head_that_were_there_before_are_ops_as_others_are() -> None:
+    step = captured_of(FORMS["plain"]())
+    (head,), _ = find_heads(step)
+    before = rewritten(step, next(each for each in forms_of(head) if each.form == "kept"))
+    assert not prove_rewritten(before, reread(before, before.graph))
+    after = rewritten(step, next(each for each in forms_of(head) if each.form == "kept"))
+    _set(_own(after.graph, "forward"), 5, 3)
+    with pytest.raises(RewriteError):
+        prove_rewritten(before, after)
 
 
 @pytest.mark.parametrize("form", ["plain", "frozen"])

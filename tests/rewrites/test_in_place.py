@@ -28,8 +28,9 @@ from ebbtide.rewrites.choices import Choice, apply_proven
 from ebbtide.rewrites.in_place.chains import chains_of
 from ebbtide.rewrites.in_place.facts import overwriting_fact
 from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
-from ebbtide.rewrites.in_place.proof import PARTS, prove_in_place
+from ebbtide.rewrites.in_place.proof import prove_in_place
 from ebbtide.rewrites.in_place.rule import InPlaceRule
+from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from random_models import random_case

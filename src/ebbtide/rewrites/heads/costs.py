@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -16,21 +15,14 @@ from ebbtide.rewrites.heads.find import Head
 from ebbtide.rewrites.heads.kernels import KEPT
 from ebbtide.rewrites.heads.logit_ops import caps
 from ebbtide.rewrites.heads.slices import known_columns
+from ebbtide.rewrites.rule import Estimate
 from ebbtide.rewrites.spans import spans
 from ebbtide.step.rewrite import Rewrite
 
-__all__ = ["Estimate", "estimates", "guess_workspace_bytes"]
+__all__ = ["estimates"]
 
 _SCALARS_BYTES = 4096
 """Of loss, weights and masks of one slice."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What one op takes."""
-
-    seconds: float
-    workspace_bytes: int
 
 
 def _longest(length: int, size: int) -> int:
@@ -60,11 +52,6 @@ def _logit_ops_bytes(head: Head) -> int:
 def _vectors(head: Head) -> int:
     """Bytes of masks and statistics, a few numbers per row."""
     return (80 if head.sizes.cut else 48) * head.sizes.rows + _SCALARS_BYTES
-
-
-def guess_workspace_bytes(head: Head, rewrite: Rewrite) -> int:
-    """What settling a wrong guess takes: another pass over the rows."""
-    return _row_bytes(head, rewrite["rows"])
 
 
 def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dict[str, Estimate]:
@@ -103,7 +90,7 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
             softmax * (cast > 0 or bool(head.logit_ops)) + 2 * cast + backward + hidden + weight + sums, by_rows
         ),
         "backward_by_rows": Estimate(in_rows + softmax + 2 * cast + backward + hidden, by_rows),
-        "settle_guess": Estimate(0.0, by_rows),
+        "settle_guess": Estimate(0.0, by_rows),  # a wrong one takes another pass over the rows
     }
     if columns := settings.get("columns", 0):
         by_columns = _column_bytes(head, columns)

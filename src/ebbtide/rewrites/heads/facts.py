@@ -11,16 +11,25 @@ from torch import Tensor
 from ebbtide.rewrites.facts import Fact, either, normal, own
 from ebbtide.rewrites.heads.cuts import read, rows_read
 from ebbtide.rewrites.heads.logit_ops import apply_text, caps, taken_back
-from ebbtide.rewrites.heads.slices import weighted_loss, weighted_targets
+from ebbtide.rewrites.heads.slices import (
+    Loss,
+    Operands,
+    gradient_of_columns,
+    gradient_over,
+    gradient_rows,
+    loss_and_weight,
+    loss_of,
+    target_gradients,
+    targets_of,
+)
 from ebbtide.rewrites.spans import LEAST, spans
 
 __all__ = [
     "HeadSizes",
     "column_facts",
-    "columns_of_logits_hold",
     "logits_by_slices",
     "row_facts",
-    "rows_of_logits_hold",
+    "slices_of_logits_hold",
     "softmax_facts",
 ]
 
@@ -111,20 +120,10 @@ def _strided(sizes: HeadSizes, shape: tuple[int, int], stride: tuple[int, int], 
     return normal((extent,), sizes.dtype, sizes.device, seed).as_strided(shape, stride)
 
 
-def _h(sizes: HeadSizes) -> Tensor:
-    return _strided(sizes, (sizes.rows, sizes.width), sizes.h_stride, 1)
-
-
-def _wt(sizes: HeadSizes) -> Tensor:
-    return _strided(sizes, (sizes.width, sizes.vocabulary), sizes.wt_stride, 2)
-
-
-def _bias(sizes: HeadSizes) -> Tensor | None:
-    return normal((sizes.vocabulary,), sizes.dtype, sizes.device, 3) if sizes.bias else None
-
-
-def _product(h: Tensor, wt: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+def _operands(sizes: HeadSizes) -> Operands:
+    h = _strided(sizes, (sizes.rows, sizes.width), sizes.h_stride, 1)
+    wt = _strided(sizes, (sizes.width, sizes.vocabulary), sizes.wt_stride, 2)
+    return Operands(h, wt, normal((sizes.vocabulary,), sizes.dtype, sizes.device, 3) if sizes.bias else None)
 
 
 def _normal_logits(sizes: HeadSizes, dtype: torch.dtype, seed: int) -> Tensor:
@@ -134,19 +133,12 @@ def _normal_logits(sizes: HeadSizes, dtype: torch.dtype, seed: int) -> Tensor:
 # -- products -----------------------------------------------------------------------------------------------------
 
 
-def rows_of_logits_hold(h: Tensor, wt: Tensor, bias: Tensor | None, rows: int) -> bool:
-    """Whether rows of the logits, made whole, are products of ``rows`` rows of ``h``."""
-    whole = _product(h, wt, bias)
-    return all(_equal(whole[a:b], _product(h[a:b], wt, bias)) for a, b in spans(h.shape[0], rows))
-
-
-def columns_of_logits_hold(h: Tensor, wt: Tensor, bias: Tensor | None, columns: int) -> bool:
-    """Whether columns of the logits, made whole, are products of ``columns`` columns of ``wt``."""
-    whole = _product(h, wt, bias)
-    return all(
-        _equal(whole[:, a:b], _product(h, wt[:, a:b], None if bias is None else bias[a:b]))
-        for a, b in spans(wt.shape[1], columns)
-    )
+def slices_of_logits_hold(x: Operands, axis: str, size: int) -> bool:
+    """Whether ``"rows"`` or ``"columns"`` of the logits, made whole, are products of ``size`` of these."""
+    whole = x.logits()
+    if axis == "rows":
+        return all(_equal(whole[a:b], x.rows(a, b).logits()) for a, b in spans(x.h.shape[0], size))
+    return all(_equal(whole[:, a:b], x.columns(a, b).logits()) for a, b in spans(x.wt.shape[1], size))
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -162,14 +154,18 @@ def logits_by_slices(sizes: HeadSizes, axis: str, size: int) -> tuple[int, int]:
     return part, sizes.logits_bytes + part
 
 
+def _logits_fact(sizes: HeadSizes, axis: str, size: int, says: str) -> Fact:
+    needs = logits_by_slices(sizes, axis, size)[1] + sizes.operand_bytes + _widened(sizes)
+    return Fact(
+        f"{axis} of logits {sizes} by {size}", says, needs, lambda: slices_of_logits_hold(_operands(sizes), axis, size)
+    )
+
+
 def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
     """Rows of the logits and of the gradient of the hidden states are products of rows."""
 
-    def logits_hold() -> bool:
-        return rows_of_logits_hold(_h(sizes), _wt(sizes), _bias(sizes), rows)
-
     def hidden_hold() -> bool:
-        gradient, w = _normal_logits(sizes, sizes.dtype, 4), _wt(sizes).t()
+        gradient, w = _normal_logits(sizes, sizes.dtype, 4), _operands(sizes).wt.t()
         whole = torch.mm(gradient, w)
         return all(
             torch.equal(whole[a:b], torch.mm(part, w))
@@ -177,8 +173,7 @@ def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
             for part in either(gradient[a:b])
         )
 
-    needs = logits_by_slices(sizes, "rows", rows)[1] + sizes.operand_bytes + _widened(sizes)
-    yield Fact(f"rows of logits {sizes} by {rows}", f"{rows} rows of the logits at a time", needs, logits_hold)
+    yield _logits_fact(sizes, "rows", rows, f"{rows} rows of the logits at a time")
     hidden = sizes.logits_bytes + 2 * sizes.operand_bytes + _widened(sizes)
     yield Fact(
         f"rows of hidden {sizes} by {rows}",
@@ -196,11 +191,8 @@ def _widened(sizes: HeadSizes) -> int:
 def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
     """Columns of the logits and rows of the gradient of the weight are products of columns; so are bias sums."""
 
-    def logits_hold() -> bool:
-        return columns_of_logits_hold(_h(sizes), _wt(sizes), _bias(sizes), columns)
-
     def weight_hold() -> bool:
-        gradient, h = _normal_logits(sizes, sizes.dtype, 4), _h(sizes)
+        gradient, h = _normal_logits(sizes, sizes.dtype, 4), _operands(sizes).h
         whole = torch.mm(gradient.t(), h)
         sums = torch.sum(gradient, [0]) if sizes.bias else None
         for a, b in spans(sizes.vocabulary, columns):
@@ -211,9 +203,8 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
                 return False
         return True
 
-    part, logits = logits_by_slices(sizes, "columns", columns)
-    needs = logits + sizes.operand_bytes + _widened(sizes)
-    yield Fact(f"columns of logits {sizes} by {columns}", f"{columns} columns of the logits", needs, logits_hold)
+    yield _logits_fact(sizes, "columns", columns, f"{columns} columns of the logits")
+    part = logits_by_slices(sizes, "columns", columns)[0]
     weight = sizes.logits_bytes + 2 * sizes.operand_bytes + sizes.weight_bytes + part + _widened(sizes)
     yield Fact(
         f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
@@ -306,59 +297,35 @@ def _logit_ops_hold(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool
     return True
 
 
-def _class_weights(sizes: HeadSizes) -> Tensor | None:
-    return normal((sizes.vocabulary,), sizes.softmax, sizes.device, 9).abs() if sizes.weighted else None
-
-
-def _weights_of(class_weights: Tensor, labels: Tensor) -> Tensor:
-    """The weight of the label of each row, 0 where it is ignored."""
-    return class_weights.gather(0, labels.clamp(0)).masked_fill(labels == _IGNORED, 0)
-
-
-def _sample(sizes: HeadSizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, labels of which some are ignored, and the gradient of the loss: one, or one for each row."""
+def _sample(sizes: HeadSizes) -> tuple[Tensor, Loss, Tensor]:
+    """Logits, a loss of labels of which some are ignored, and its gradient: one, or one for each row."""
     x = _normal_logits(sizes, sizes.softmax, 5)
     labels = torch.arange(sizes.rows, device=sizes.device) * 7919 % sizes.vocabulary
     labels[::11] = _IGNORED
+    weights = normal((sizes.vocabulary,), sizes.softmax, sizes.device, 9).abs() if sizes.weighted else None
+    how = loss_of(sizes.rows, labels, sizes.reduction, _IGNORED, (), weights, "")
     shape = () if sizes.reduction else (sizes.rows,)
-    return x, labels, torch.full(shape, 0.37, dtype=sizes.softmax, device=sizes.device)
+    return x, how, torch.full(shape, 0.37, dtype=sizes.softmax, device=sizes.device)
 
 
-def _column(softmax: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return softmax.gather(1, labels.clamp(0).unsqueeze(1)), torch.where(labels == _IGNORED, _IGNORED, 0)
+def _whole_loss(softmax: Tensor, how: Loss) -> tuple[Tensor, Tensor]:
+    """Loss and total weight as eager has them."""
+    return _aten.nll_loss_forward(softmax, how.labels, how.class_weights, how.reduction, how.ignore_index)
 
 
 def _loss_holds(sizes: HeadSizes) -> bool:
-    x, labels, _ = _sample(sizes)
+    x, how, _ = _sample(sizes)
     whole = _aten._log_softmax(x, 1, False)
-    target, classes = _column(whole, labels)
-    class_weights = _class_weights(sizes)
-    one = _aten.nll_loss_forward(whole, labels, class_weights, sizes.reduction, _IGNORED)
-    if class_weights is None:
-        other = _aten.nll_loss_forward(target, classes, None, sizes.reduction, _IGNORED)
-    else:
-        other = weighted_loss(target, classes, _weights_of(class_weights, labels), sizes.reduction)
-    return all(map(torch.equal, one, other))
+    return all(map(torch.equal, _whole_loss(whole, how), loss_and_weight(targets_of(whole, how.labels), how)))
 
 
-def _gradient(sizes: HeadSizes, softmax: Tensor, labels: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the logits, in the memory of that of the log-probabilities, and the total weight."""
-    of_classes = _class_weights(sizes)
-    weight = _aten.nll_loss_forward(softmax, labels, of_classes, sizes.reduction, _IGNORED)[1]
-    gradient = _aten.nll_loss_backward(tangent, softmax, labels, of_classes, sizes.reduction, _IGNORED, weight)
-    if sizes.smoothed:
-        torch.add(_numbers(sizes, softmax.shape[0]).unsqueeze(1).expand(softmax.shape), gradient, out=gradient)
-    _aten._log_softmax_backward_data.out(gradient, softmax, 1, sizes.softmax, out=gradient)
-    return gradient, weight
-
-
-def _numbers(sizes: HeadSizes, rows: int) -> Tensor:
+def _numbers(sizes: HeadSizes, rows: int) -> Tensor | None:
     """What smoothed labels add to the gradient of each row."""
-    return normal((rows,), sizes.softmax, sizes.device, 6)
+    return normal((rows,), sizes.softmax, sizes.device, 6) if sizes.smoothed else None
 
 
 def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
-    x, labels, tangent = _sample(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
+    x, how, tangent = _sample(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
     if sizes.cut:
         x = _normal_logits(sizes, sizes.softmax, 5)
     whole = _aten._log_softmax(read(x, sizes.cut), 1, False)
@@ -377,21 +344,15 @@ def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
         slices.append((first, end))
         del part
     del x
-    gradient, weight = _gradient(sizes, whole, labels, tangent)
-    of_classes = _class_weights(sizes)
-    for a, b in slices:
-        dy = tangent if sizes.reduction else tangent[a:b]
-        part = _aten.nll_loss_backward(dy, whole[a:b], labels[a:b], of_classes, sizes.reduction, _IGNORED, weight)
-        if sizes.smoothed:
-            numbers = _numbers(sizes, whole.shape[0])[a:b].unsqueeze(1)
-            torch.add(numbers.expand(part.shape), part, out=part)
-        if not torch.equal(_aten._log_softmax_backward_data(part, whole[a:b], 1, sizes.softmax), gradient[a:b]):
-            return False
-    return True
+    weight, numbers = _whole_loss(whole, how)[1], _numbers(sizes, whole.shape[0])
+    gradient = gradient_over(whole, how, tangent, weight, numbers)
+    return all(
+        torch.equal(gradient_rows(whole[a:b], how, tangent, weight, a, b, numbers), gradient[a:b]) for a, b in slices
+    )
 
 
 def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
-    x, labels, tangent = _sample(sizes)
+    x, how, tangent = _sample(sizes)
     largest, where = x.max(1)
     whole = _aten._log_softmax(x, 1, False)
     log_sum = whole.gather(1, where.unsqueeze(1))
@@ -400,19 +361,14 @@ def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
         if not torch.equal((x[:, a:b] - largest.unsqueeze(1)).add_(log_sum), whole[:, a:b]):
             return False
     del x
-    gradient, weight = _gradient(sizes, whole, labels, tangent)
-    target, classes = _column(whole, labels)
-    at_target = _aten.nll_loss_backward(tangent, target, classes, None, sizes.reduction, _IGNORED, weight)
-    if (class_weights := _class_weights(sizes)) is not None:
-        at_target = weighted_targets(at_target, _weights_of(class_weights, labels))
+    weight = _whole_loss(whole, how)[1]
+    gradient = gradient_over(whole, how, tangent, weight, _numbers(sizes, whole.shape[0]))
+    target = targets_of(whole, how.labels)
+    at_target = target_gradients(target, how, tangent, weight)
     for a, b in slices:
-        inside = (labels >= a) & (labels < b)
         softmax = whole.new_empty((sizes.rows, b - a + 1))
         softmax[:, :-1] = whole[:, a:b]
-        softmax[:, -1] = torch.where(inside, float("-inf"), target[:, 0])
-        part = torch.zeros_like(softmax)
-        part.scatter_(1, torch.where(inside, labels - a, b - a).unsqueeze(1), at_target)
-        found = _aten._log_softmax_backward_data(part, softmax, 1, sizes.softmax)[:, :-1]
+        found = gradient_of_columns(softmax, how.labels, target, at_target, a)[:, :-1]
         if not torch.equal(found, gradient[:, a:b]):
             return False
     return True

@@ -90,7 +90,6 @@ class Head:
         weight_gradient: makes that of the weight, V x D; ``None`` where it is frozen.
         bias_gradient: makes that of the bias, 1 x V; ``None`` where there is none or it is frozen.
         returned: outputs of the forward that are the logits.
-        reduction: 0 for none, 1 for the mean, 2 for the sum.
         ignore_index: the label that does not count.
         smoothing: sums and numbers of definition 3; ``None`` where labels are not smoothed.
         sizes: N, D, V and what else kernels depend on, the cut among it.
@@ -114,7 +113,6 @@ class Head:
     weight_gradient: fx.Node | None
     bias_gradient: fx.Node | None
     returned: tuple[fx.Node, ...]
-    reduction: int
     ignore_index: int
     smoothing: Smoothing | None
     sizes: HeadSizes
@@ -123,6 +121,26 @@ class Head:
     def name(self) -> str:
         """For people: the module of the product, or its line."""
         return module_of(self.product) or source_of(self.product) or self.product.name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What ops read of it, nodes and settings by the names of their arguments (``heads.ops``)."""
+        return {
+            "h": self.h,
+            "wt": self.wt,
+            "bias": self.bias,
+            "labels": self.labels,
+            "class_weights": self.class_weights,
+            "tangent": self.tangent,
+            "numbers": None if self.smoothing is None else self.smoothing.numbers,
+            "reduction": self.sizes.reduction,
+            "ignore_index": self.ignore_index,
+            "cut": list(self.sizes.cut),
+            "logit_ops": self.sizes.logit_ops,
+            "dtype": self.sizes.softmax,
+            "smoothed": self.smoothing is not None,
+            "trains": self.weight_gradient is not None,
+        }
 
 
 @once
@@ -265,7 +283,6 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         weight_gradient=weights,
         bias_gradient=bias_sums,
         returned=returned,
-        reduction=reduction,
         ignore_index=ignore_index,
         smoothing=smoothing,
         sizes=sizes,

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -23,10 +22,9 @@ from ebbtide.errors import InternalError
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.heads.facts import column_facts, row_facts, softmax_facts
 from ebbtide.rewrites.heads.find import VIEWS, Head, find_heads
-from ebbtide.rewrites.heads.kernels import GUESSED, KEPT, ROWS
+from ebbtide.rewrites.heads.kernels import GUESSED, HEAD_OPS, KEPT, ROWS
 from ebbtide.rewrites.heads.slices import known_columns
 from ebbtide.rewrites.spans import LEAST
-from ebbtide.step.op_traits import NAMESPACE
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.torch_seams.aot import is_tangent
 from ebbtide.torch_seams.dispatcher import OpOverload
@@ -36,7 +34,6 @@ from ebbtide.torch_seams.trees import tree_leaves
 __all__ = ["RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten"]
 
 RULE = "linear-cross-entropy"
-_ops = getattr(torch.ops, NAMESPACE)
 _PARTS = (4, 16, 64)
 """Of N x V, what slices take at a time."""
 _PERCENTS = (75, 50, 25)
@@ -180,79 +177,47 @@ class _Writer:
 
     def __init__(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], head: Head, rewrite: Rewrite) -> None:
         self.graph, self.nodes, self.head = graph, nodes, head
-        self.form, self.settings = rewrite.form, dict(rewrite.settings)
-        self.operands = tuple(self._of(each) for each in (head.h, head.wt, head.bias, head.labels))
-        class_weights = self._of(head.class_weights)
-        self.how = (head.reduction, head.ignore_index, list(head.sizes.cut), class_weights, head.sizes.logit_ops)
-        self.dtype = head.sizes.softmax
+        self.form = rewrite.form
+        known = head.arguments | dict(rewrite.settings)
+        self.values = {name: self.nodes[each] if isinstance(each, fx.Node) else each for name, each in known.items()}
 
     def write(self) -> None:
         """All of it; what it replaces goes where nothing else reads it."""
         {KEPT: self._write_kept, GUESSED: self._guessed, ROWS: self._rows}[self.form]()
         self.graph.lint()
 
-    def _of(self, node: fx.Node | None) -> Any:
-        return None if node is None else self.nodes[node]
-
     # -- the forms ------------------------------------------------------------------------------------------------
 
     def _write_kept(self) -> None:
-        smoothing = self.head.smoothing
-        call = (*self.operands, *self.how, self.dtype, self.settings["rows"], smoothing is not None)
-        total_weight, kept, row_sums = self._forward(_ops.forward_that_keeps.default, call)
-        self._replace(None if smoothing is None else smoothing.sums, row_sums)
-        numbers = None if smoothing is None else self.nodes[smoothing.numbers]
-        h, wt, bias, labels = self.operands
-        trains = self.head.weight_gradient is not None
-        last = (*self.how, self.dtype, self.settings["rows"], trains)
-        tangent = self._of(self.head.tangent)
-        call = (kept, h, wt, bias, labels, tangent, total_weight, numbers, *last)
-        self._all_gradients(_ops.backward_over_kept.default, call)
+        self._forward("forward_that_keeps")
+        if self.head.smoothing is not None:
+            self._replace(self.head.smoothing.sums, self.values["row_sums"])
+        self._gradients("backward_over_kept", self.head.gradient)
 
     def _rows(self) -> None:
-        last = (*self.how, self.dtype, self.settings["rows"])
-        total_weight, statistics = self._forward(_ops.forward_by_rows.default, (*self.operands, *last))
-        tangent = self._of(self.head.tangent)
-        call = (*self.operands, tangent, total_weight, *last)
-        before = self.nodes[self.head.hidden_gradient]
-        hidden = self._issue(_ops.backward_by_rows.default, call, before, self.head.hidden_gradient)
-        self._replace(self.head.hidden_gradient, hidden)
-        if self.head.weight_gradient is not None:
-            call = (*self.operands, statistics, tangent, total_weight, *self.how, self.settings["columns"])
-            self._weights(_ops.backward_by_columns.default, call)
+        self._forward("forward_by_rows")
+        self._gradients("backward_by_rows", self.head.hidden_gradient)
+        self._gradients("backward_by_columns", self.head.weight_gradient)
 
     def _guessed(self) -> None:
-        vocabulary = self.head.sizes.vocabulary
-        columns, share = self.settings["columns"], self.settings["percent"] / 100
-        known = known_columns(vocabulary, share, columns) if columns else 0
-        guess = self._guess()
-        call = (*self.operands, guess, *self.how, self.dtype, self.settings["rows"], known)
-        total_weight, statistics, by_guess, first = self._forward(_ops.forward_with_guess.default, call)
-        tangent = self._of(self.head.tangent)
-        call = (by_guess, guess, *self.operands, tangent, total_weight, *self.how, self.dtype, self.settings["rows"])
-        before = self.nodes[self.head.hidden_gradient]
-        hidden = self._issue(_ops.settle_guess.default, call, before, self.head.hidden_gradient)
-        self._replace(self.head.hidden_gradient, hidden)
-        if self.head.weight_gradient is not None:
-            call = (*self.operands, statistics, tangent, total_weight, *self.how, columns)
-            if known:
-                self._weights(_ops.backward_by_other_columns.default, (first, guess, *call))
-            else:
-                self._weights(_ops.backward_by_columns.default, call)
+        columns, share = self.values["columns"], self.values["percent"] / 100
+        count = known_columns(self.head.sizes.vocabulary, share, columns) if columns else 0
+        self.values |= {"guess": self._guess(), "count": count}
+        self._forward("forward_with_guess")
+        self._gradients("settle_guess", self.head.hidden_gradient)
+        self._gradients("backward_by_other_columns" if count else "backward_by_columns", self.head.weight_gradient)
 
     # -- parts of them --------------------------------------------------------------------------------------------
 
-    def _forward(self, target: Callable[..., Any], call: tuple[Any, ...]) -> list[fx.Node]:
-        """The op in the place of the loss; what it returns besides the loss."""
+    def _forward(self, kind: str) -> None:
+        """The op in the place of the loss."""
         loss = self.nodes[self.head.loss]
-        made = self._issue(target, call, self.nodes.get(_place_of(self.head), loss), self.head.loss)
-        others = [self._element(made, index) for index in range(1, len(made.meta["val"]))]
+        self._issue(kind, self.nodes.get(_place_of(self.head), loss), self.head.loss)
         for user in list(loss.users):
             assert user.target is operator.getitem
-            new = self._element(made, 0) if user.args[1] == 0 else others[0]
+            new = self.values["total_weight" if user.args[1] else "loss"]
             user.replace_all_uses_with(new)
             self._renew_views(new)
-        return others
 
     def _guess(self) -> fx.Node:
         """The loss' gradient where that of each output is 1, made in the forward."""
@@ -287,21 +252,18 @@ class _Writer:
             copies[node] = made
         return copies.get(self.head.tangent) or copy_of(self.head.tangent)
 
-    def _all_gradients(self, target: Callable[..., Any], call: tuple[Any, ...]) -> None:
-        products = [self.head.hidden_gradient, self.head.weight_gradient, self.head.bias_gradient]
-        first = min((self.nodes[each] for each in products if each is not None), key=self._place)
-        made = self._issue(target, call, first, self.head.gradient)
-        hidden, weight, sums = (self._element(made, index) for index in range(3))
-        self._replace(self.head.hidden_gradient, hidden)
-        self._replace(self.head.weight_gradient, weight)
-        self._replace_sums(sums)
-
-    def _weights(self, target: Callable[..., Any], call: tuple[Any, ...]) -> None:
-        assert self.head.weight_gradient is not None
-        made = self._issue(target, call, self.nodes[self.head.weight_gradient], self.head.weight_gradient)
-        weight, sums = self._element(made, 0), self._element(made, 1)
-        self._replace(self.head.weight_gradient, weight)
-        self._replace_sums(sums)
+    def _gradients(self, kind: str, like: fx.Node | None) -> None:
+        """An op in the place of what makes the gradients that it gives, from the line of ``like``; none without."""
+        if like is None:
+            return
+        old = {name: getattr(self.head, name) for name in HEAD_OPS[kind].gives}
+        before = min((self.nodes[each] for each in old.values() if each is not None), key=self._place)
+        self._issue(kind, before, like)
+        for name, node in old.items():
+            if name == "bias_gradient":
+                self._replace_sums(self.values[name])
+            else:
+                self._replace(node, self.values[name])
 
     def _replace_sums(self, sums: fx.Node) -> None:
         if self.head.bias_gradient is None:
@@ -340,14 +302,17 @@ class _Writer:
     def _place(self, node: fx.Node) -> int:
         return next(index for index, each in enumerate(self.graph.nodes) if each is node)
 
-    def _issue(self, target: Callable[..., Any], call: tuple[Any, ...], before: fx.Node, like: fx.Node) -> fx.Node:
-        """A call of ``target`` right before ``before``, from the same line and module as ``like``."""
+    def _issue(self, kind: str, before: fx.Node, like: fx.Node) -> None:
+        """A call of an op right before ``before``, from the same line and module as ``like``; its results by name."""
+        op = HEAD_OPS[kind]
+        call = tuple(self.values[name] for name in op.arguments)
         with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, call)
+            node = self.graph.call_function(op.target, call)
         node.meta = dict(like.meta)
         with mode_of(self.head.product.meta["val"]), torch.no_grad():
-            node.meta["val"] = target(*fx.map_arg(call, lambda each: each.meta["val"]))
-        return node
+            node.meta["val"] = op.target(*fx.map_arg(call, lambda each: each.meta["val"]))
+        made = [node] if len(op.gives) == 1 else [self._element(node, index) for index in range(len(op.gives))]
+        self.values |= zip(op.gives, made, strict=True)
 
     def _element(self, result: fx.Node, index: int) -> fx.Node:
         with self.graph.inserting_after(result):

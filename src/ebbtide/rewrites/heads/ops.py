@@ -1,27 +1,40 @@
-"""The ops of ``heads.kernels`` as data: what they read and give of a head, and what they do besides.
+"""The ops of heads, each declared once: what it reads and gives by name, from which all else about it follows.
 
-1. A *part* is read by ops of the same head alone; all else is a value of the captured step.
-2. Arithmetic is counted in products of N x D, D x V. Rooflines and ``FlopCounterMode`` ask: without it an op of three
+1. Names say what a value is: an operand or a setting of the head (``find.Head.arguments``), a size of slices, or what
+   another op of the same head gives. Types, shapes, arithmetic and what the proof asks for are told by them.
+2. A *part* is read by ops of the same head alone; all else is a value of the captured step.
+3. Arithmetic is counted in products of N x D, D x V. Rooflines and ``FlopCounterMode`` ask: without it an op of three
    products would count as its traffic alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ebbtide.rewrites.heads import kernels
+from ebbtide.rewrites.heads.slices import Operands, loss_of
 from ebbtide.step.op_traits import NAMESPACE, OpTraits, declare_op
-from ebbtide.torch_seams.dispatcher import flop_registry, register_flop_formula
+from ebbtide.torch_seams.dispatcher import OpOverload, flop_registry, register_flop_formula
 
-__all__ = ["HEAD_OPS", "PARTS", "HeadOp", "head_op"]
+__all__ = ["HEAD_OPS", "PARTS", "HeadOp", "declare", "op_of"]
 
 PARTS = frozenset({"statistics", "hidden", "known", "kept"})
-"""Parts by the names of arguments and results (definition 1); ``hidden`` and ``known`` are made by a guess."""
+"""Parts (definition 2); ``hidden`` and ``known`` are made by a guess."""
+_OPERANDS = ("h", "wt", "bias")
+_LOSS = ("labels", "reduction", "ignore_index", "cut", "class_weights", "logit_ops")
+_TYPES = {
+    **dict.fromkeys(("bias", "class_weights", "numbers"), "Tensor?"),
+    **dict.fromkeys(("reduction", "ignore_index", "rows", "columns", "count"), "SymInt"),
+    **dict.fromkeys(("smoothed", "trains"), "bool"),
+    "cut": "SymInt[]",
+    "logit_ops": "str",
+    "dtype": "ScalarType",
+}
+"""Of arguments that are no ``Tensor``, as a schema writes them."""
 
 
 @dataclass(frozen=True)
@@ -29,55 +42,107 @@ class HeadOp:
     """One of them.
 
     Attributes:
-        gives: its results, in order.
-        products: how many products of the head's size it makes, of its arguments.
-        takes: parts among its arguments.
-        h_at: position of the hidden states, which the weight follows.
+        name: in :data:`NAMESPACE`.
+        arguments: their names, in order.
+        gives: the names of its results, in order.
+        products: how many products of the head's size it makes, where the weight is trained and no column is known.
         writes: arguments that it writes over.
         may_take_more: whether some runs need more workspace than others.
     """
 
+    name: str
+    arguments: tuple[str, ...]
     gives: tuple[str, ...]
-    products: Callable[..., float]
-    takes: tuple[str, ...] = ()
-    h_at: int = 0
+    products: int
     writes: frozenset[str] = frozenset()
     may_take_more: bool = False
 
+    @property
+    def target(self) -> OpOverload:
+        """What a graph calls."""
+        return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
-_GRADIENTS = ("hidden_gradient", "weight_gradient", "bias_gradient")
-HEAD_OPS = {
-    "forward_by_rows": HeadOp(("loss", "total_weight", "statistics"), lambda *_: 1),
-    "forward_with_guess": HeadOp(("loss", "total_weight", "statistics", "hidden", "known"), lambda *_: 2),
-    "forward_that_keeps": HeadOp(("loss", "total_weight", "kept", "row_sums"), lambda *_: 1),
-    "backward_over_kept": HeadOp(
-        _GRADIENTS, lambda *call: 1 + bool(call[-1]), takes=("kept",), h_at=1, writes=frozenset({"kept"})
-    ),
-    "backward_by_rows": HeadOp(_GRADIENTS[:1], lambda *_: 2),
-    "settle_guess": HeadOp(_GRADIENTS[:1], lambda *_: 0, takes=("hidden",), h_at=2, may_take_more=True),
-    "backward_by_columns": HeadOp(_GRADIENTS[1:], lambda *_: 2, takes=("statistics",)),
-    "backward_by_other_columns": HeadOp(
-        _GRADIENTS[1:],
-        lambda known, _, __, wt, *___: 2 - known.shape[1] / wt.shape[1],
-        takes=("known", "statistics"),
-        h_at=2,
-    ),
-}
-"""By their names; a guess is counted as right."""
+    def by_name(self, args: Iterable[Any]) -> dict[str, Any]:
+        """The arguments of a call by their names."""
+        return dict(zip(self.arguments, args, strict=True))
 
+    def flops(self, *args: Any, out_val: object = None) -> int:
+        """Arithmetic of a call (definition 3); a guess is counted as right."""
+        given = self.by_name(args)
+        known = given["known"].shape[1] / given["wt"].shape[1] if "known" in given else 0
+        products = self.products - (not given.get("trains", True)) - known
+        return round(2 * given["h"].numel() * given["wt"].shape[1] * products)
 
-def head_op(target: object) -> str:
-    """The name of the op that ``target`` is, as an overload or its text; empty if it is none of a head."""
-    name = str(target).removeprefix(f"{NAMESPACE}.").partition(".")[0]
-    return name if name in HEAD_OPS and str(target).startswith(NAMESPACE) else ""
+    def without_numbers(self, *args: Any) -> Any:
+        """What a call gives, without its numbers."""
+        given = self.by_name(args)
+        made = tuple(_empty(each, given) for each in self.gives)
+        return made if len(made) > 1 else made[0]
 
 
-def _flops(op: HeadOp, *call: Any, out_val: object = None) -> int:
-    h, wt = call[op.h_at], call[op.h_at + 1]
-    return round(2 * h.numel() * wt.shape[1] * op.products(*call))
+HEAD_OPS: dict[str, HeadOp] = {}
+"""By their names."""
+_by_target: dict[object, HeadOp] = {}
 
 
-for _name, _op in HEAD_OPS.items():
-    declare_op(_name, OpTraits(_op.writes, small=frozenset({"h"}), may_take_more=_op.may_take_more))
-    if (_packet := getattr(getattr(torch.ops, kernels.NAMESPACE), _name)) not in flop_registry:
-        register_flop_formula(_packet, get_raw=True)(partial(_flops, _op))
+def op_of(target: object) -> HeadOp | None:
+    """The op whose overload ``target`` is; ``None`` if it is none of a head."""
+    return _by_target.get(target)
+
+
+def declare(
+    arguments: str, gives: str, products: int, *, writes: str = "", may_take_more: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function the kernel of a new op of its name, as ``HeadOp`` has it.
+
+    It is called with the operands, with what its loss is made of, and with all other arguments by their names.
+    """
+
+    def declared(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        op = HeadOp(
+            kernel.__name__,
+            tuple(arguments.split()),
+            tuple(gives.split()),
+            products,
+            frozenset(writes.split()),
+            may_take_more,
+        )
+        types = ", ".join(f"{_TYPES.get(each, 'Tensor')} {each}" for each in op.arguments)
+        results = "Tensor" if len(op.gives) == 1 else f"({', '.join('Tensor' for _ in op.gives)})"
+
+        def run(*args: Any) -> Any:
+            given = op.by_name(args)
+            x = Operands(*(given.pop(each) for each in _OPERANDS))
+            return kernel(x, loss_of(x.h.shape[0], *(given.pop(each) for each in _LOSS)), **given)
+
+        made = torch.library.custom_op(
+            f"{NAMESPACE}::{op.name}", run, mutates_args=(), schema=f"({types}) -> {results}"
+        )
+        made.register_fake(op.without_numbers)
+        HEAD_OPS[op.name] = _by_target[op.target] = op
+        declare_op(op.name, OpTraits(op.writes, small=frozenset({"h"}), may_take_more=may_take_more))
+        if op.target.overloadpacket not in flop_registry:
+            register_flop_formula(op.target.overloadpacket, get_raw=True)(op.flops)
+        return kernel
+
+    return declared
+
+
+def _empty(name: str, given: Mapping[str, Any]) -> Tensor:
+    """The result ``name`` of a call with these arguments, without its numbers."""
+    h, wt, labels = given["h"], given["wt"], given["labels"]
+    if name in ("hidden", "hidden_gradient"):
+        return torch.empty_like(h, memory_format=torch.contiguous_format)
+    trains, sums = given.get("trains", True), given["bias"] is not None
+    shapes: dict[str, tuple[int, ...]] = {
+        "loss": () if given["reduction"] else (labels.shape[0],),
+        "total_weight": (),
+        "statistics": (3, h.shape[0]),
+        "row_sums": (labels.shape[0] if given.get("smoothed") else 0,),
+        "known": (h.shape[0], given.get("count", 0)),
+        "kept": (h.shape[0], wt.shape[1]),
+        "weight_gradient": (wt.shape[1], h.shape[1]) if trains else (0,),
+        "bias_gradient": (wt.shape[1] if trains and sums else 0,),
+    }
+    of_softmax = name in ("loss", "total_weight", "statistics", "row_sums")
+    return h.new_empty(shapes[name], dtype=given["dtype"] if of_softmax else h.dtype)

@@ -14,25 +14,27 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from ebbtide.capture.claims import Results, same
+from ebbtide.capture.claims import Results
 from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.heads.find import Head, find_heads
-from ebbtide.rewrites.heads.ops import HEAD_OPS, PARTS, head_op
+from ebbtide.rewrites.heads.ops import PARTS, HeadOp, op_of
 from ebbtide.rewrites.heads.samples import head_sample
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rewrite_proof import RewriteProof
-from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
 from ebbtide.torch_seams.graphs import arguments_of
 from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["prove_rewritten"]
 
-_FREE = "free"
+_FREE = object()
+_FREELY_READ = frozenset({"rows", "columns", "count", "guess"})
+"""What ops may read of any size, or of any value: a guess is settled by ops that read the same."""
 
 
 def prove_rewritten(captured: Captured, rewritten: Captured) -> list[Replaced]:
@@ -59,11 +61,10 @@ class _Proof(RewriteProof):
                 return source, index
         return value
 
-    def own(self, node: fx.Node) -> Any:
+    def of_rule(self, node: fx.Node) -> Any:
         """What the results of an op of a head claim (definitions 3 and 4)."""
-        if isinstance(node.target, OpOverload) and (kind := head_op(node.target)):
-            return self._result_of(node, node.target, kind)
-        return None
+        op = op_of(node.target)
+        return None if op is None else self._result_of(node, op)
 
     def other(self, node: fx.Node, like: fx.Node | None) -> Any:
         """What reads what is free is free, and so is a constant that no captured call makes."""
@@ -83,61 +84,33 @@ class _Proof(RewriteProof):
         gradient = None if head is None else head.bias_gradient
         return gradient if gradient is not None and list(shape) == list(gradient.meta["val"].shape) else None
 
-    def _result_of(self, node: fx.Node, target: OpOverload, kind: str) -> Any:
-        op = HEAD_OPS[kind]
-        given = dict(zip((each.name for each in schema_of(target).arguments), arguments_of(node), strict=True))
-        head = self._head_of(given, node)
-        for name in op.takes:
-            claim = self.claim(given[name])
-            wanted = (name, head.loss, given.get("guess")) if name in ("hidden", "known") else (name, head.loss)
-            self.require(claim == wanted, f"{node.name} reads a {name} that is not of its head and guess")
-        if "tangent" in given:
-            tangent = same(self.claim(given["tangent"]), self.value_of(head.tangent))
-            self.require(tangent, f"{node.name} has another tangent")
-            total = self.claim(given["total_weight"]) == (head.loss, 1)
-            self.require(total, f"{node.name} has another total weight")
+    def _result_of(self, node: fx.Node, op: HeadOp) -> Any:
+        given = op.by_name(arguments_of(node))
+        head = next((head for head in self.heads if all(self._is_read(head, name, given) for name in given)), None)
+        self.require(head is not None, f"{node.name} is of no head, or reads what is not of its head and guess")
+        assert head is not None
         for name in op.writes:
             self.require(list(given[name].users) == [node], f"{node.name} writes over what others read")
-        if "trains" in given:
-            self.require(given["trains"] is (head.weight_gradient is not None), f"{node.name} trains another weight")
-            numbers = None if head.smoothing is None else head.smoothing.numbers
-            self.require(same(self.claim(given["numbers"]), numbers), f"{node.name} smooths by other numbers")
-        results = [self._result(name, head, given) for name in op.gives]
+        results = [self._result(head, name, given) for name in op.gives]
         alike = [head.bias_gradient if each == ("sums", head.loss) else each for each in results]
-        self.stands_for(node, alike, head_sample(head.sizes, given, kind))
+        self.stands_for(node, alike, head_sample(head.sizes, op, given))
         return Results(results) if len(results) > 1 else results[0]
 
-    def _head_of(self, arguments: dict[str, Any], node: fx.Node) -> Head:
-        """The head whose operands and constants these are."""
-        for head in self.heads:
-            operands = {
-                "h": head.h,
-                "wt": head.wt,
-                "bias": head.bias,
-                "labels": head.labels,
-                "class_weights": head.class_weights,
-            }
-            constants = {
-                "reduction": head.reduction,
-                "ignore_index": head.ignore_index,
-                "cut": list(head.sizes.cut),
-                "logit_ops": head.sizes.logit_ops,
-                "dtype": head.sizes.softmax,
-                "smoothed": head.smoothing is not None,
-            }
-            if all(same(self.claim(arguments[name]), each) for name, each in operands.items()) and all(
-                arguments.get(name, each) == each for name, each in constants.items()
-            ):
-                return head
-        raise self.wrong(f"{node.name} is of no head")
+    def _is_read(self, head: Head, name: str, given: Mapping[str, Any]) -> bool:
+        """Whether an argument is what ops of ``head`` read by its name."""
+        if name in _FREELY_READ:
+            return True
+        known = head.arguments
+        wanted = self.value_of(known[name]) if name in known else self._result(head, name, given)
+        claim = self.claim(given[name])
+        return isinstance(claim, type(wanted)) and claim == wanted
 
-    def _result(self, name: str, head: Head, arguments: dict[str, Any]) -> Any:
+    def _result(self, head: Head, name: str, given: Mapping[str, Any]) -> Any:
+        """What a result of an op of ``head`` claims, of which others are ``given``."""
         if name in ("loss", "total_weight"):
             return head.loss, int(name == "total_weight")
-        if name in ("hidden", "known"):
-            return name, head.loss, arguments["guess"]
         if name in PARTS:
-            return name, head.loss
+            return name, head.loss, given["guess"] if name in ("hidden", "known") else None
         if name == "row_sums":
             return ("nothing", head.loss) if head.smoothing is None else head.smoothing.sums
         if name == "bias_gradient":

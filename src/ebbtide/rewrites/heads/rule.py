@@ -8,15 +8,15 @@ from itertools import zip_longest
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.origin import source_of
 from ebbtide.rewrites.facts import Fact
-from ebbtide.rewrites.heads.costs import estimates, guess_workspace_bytes
+from ebbtide.rewrites.heads.costs import estimates
 from ebbtide.rewrites.heads.find import Head, find_heads, worthwhile_heads
 from ebbtide.rewrites.heads.forms import RULE, facts_of, forms_of, larger_slices_of, rewritten
 from ebbtide.rewrites.heads.kernels import KEPT
-from ebbtide.rewrites.heads.ops import HEAD_OPS, head_op
+from ebbtide.rewrites.heads.ops import HeadOp, op_of
 from ebbtide.rewrites.heads.proof import prove_rewritten
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rule import Estimate, Rule, Skipped
-from ebbtide.step.program import Op, Program
+from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.units import format_bytes
 
@@ -61,18 +61,15 @@ class HeadRule(Rule):
         seconds = {op.name: op.seconds for op in program.ops}
         pairs = [(head_at(step, each), each) for each in rewrites]
         known = [estimates(head, each, seconds) for head, each in pairs]
-        settling = max(guess_workspace_bytes(head, each) for head, each in pairs)
 
-        def estimate(op: Op) -> Estimate:
-            kind = head_op(op.target)
-            found = [each[kind] for each in known]
-            workspace = max(each.workspace_bytes for each in found)
-            settles = HEAD_OPS[kind].may_take_more
+        def estimate(op: HeadOp) -> Estimate:
+            found = [each[op.name] for each in known]
             return Estimate(
-                max(each.seconds for each in found), max(workspace, settling) if settles else workspace, settles
+                max(each.seconds for each in found), max(each.workspace_bytes for each in found), op.may_take_more
             )
 
-        return {op.name: estimate(op) for op in after.program.ops if head_op(op.target)}
+        ops = ((node.name, op_of(node.target)) for node in after.op_nodes)
+        return {name: estimate(op) for name, op in ops if op is not None}
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """By ``rewrites.heads.proof``."""

@@ -18,20 +18,20 @@ __all__ = [
     "MAX",
     "TARGET",
     "Loss",
+    "Operands",
+    "gradient_of_columns",
+    "gradient_over",
     "gradient_rows",
     "gradients_by_columns",
     "hidden_gradient",
     "known_columns",
-    "logits_of",
     "loss_and_weight",
     "loss_of",
     "refuse_other_labels",
-    "softmax_rows",
     "statistics_of",
     "tangents_of",
+    "target_gradients",
     "targets_of",
-    "weighted_loss",
-    "weighted_targets",
 ]
 
 _aten = torch.ops.aten
@@ -41,20 +41,32 @@ MAX, LOG_SUM, TARGET = 0, 1, 2
 """Rows of ``statistics``: the largest logit, minus the logarithm of the sum, the target's log-probability."""
 
 
-def logits_of(h: Tensor, wt: Tensor, bias: Tensor | None) -> Tensor:
-    """The product."""
-    return torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
+class Operands(NamedTuple):
+    """What the product of a head reads: ``h`` is N x D, ``wt`` is D x V, ``bias`` has V elements or is ``None``."""
+
+    h: Tensor
+    wt: Tensor
+    bias: Tensor | None
+
+    def logits(self) -> Tensor:
+        """The product."""
+        return torch.mm(self.h, self.wt) if self.bias is None else torch.addmm(self.bias, self.h, self.wt)
+
+    def rows(self, a: int, b: int) -> Operands:
+        """What makes rows ``a`` to ``b`` of the logits."""
+        return Operands(self.h[a:b], self.wt, self.bias)
+
+    def columns(self, a: int, b: int) -> Operands:
+        """What makes columns ``a`` to ``b`` of the logits."""
+        return Operands(self.h, self.wt[:, a:b], None if self.bias is None else self.bias[a:b])
 
 
 class Loss(NamedTuple):
     """How a head's loss is made of its logits and labels, spread over all rows.
 
     Attributes:
-        labels: N.
-        reduction: as in the ops.
-        ignore_index: likewise.
-        cut: likewise.
-        class_weights: likewise.
+        labels: N; rows that are not read are as ignored ones.
+        reduction: as in the ops, and so are ``ignore_index``, ``cut`` and ``class_weights``.
         weights: of the label of each row, 0 where it does not count; ``None`` where classes have none.
         logit_ops: as in the ops.
     """
@@ -69,7 +81,7 @@ class Loss(NamedTuple):
 
 
 def loss_of(
-    h: Tensor,
+    rows: int,
     labels: Tensor,
     reduction: int,
     ignore_index: int,
@@ -77,21 +89,13 @@ def loss_of(
     class_weights: Tensor | None,
     logit_ops: str,
 ) -> Loss:
-    """Rows that are not read are as ignored ones."""
-    labels = spread(labels, cut, h.shape[0], ignore_index)
+    """The loss of an op of ``rows`` rows with these arguments."""
+    labels = spread(labels, cut, rows, ignore_index)
     weights = None
     if class_weights is not None:
         weights = class_weights.gather(0, labels.clamp(0, class_weights.shape[0] - 1))
         weights.masked_fill_(labels == ignore_index, 0)
     return Loss(labels, reduction, ignore_index, cut, class_weights, weights, logit_ops)
-
-
-def softmax_rows(
-    h: Tensor, wt: Tensor, bias: Tensor | None, how: Loss, dtype: torch.dtype
-) -> tuple[Tensor, list[Tensor]]:
-    """The log-softmax of some rows, and what the gradient needs of the way there."""
-    logits, made = apply_text(how.logit_ops, logits_of(h, wt, bias), dtype)
-    return _aten._log_softmax(logits, 1, False), made
 
 
 def tangents_of(how: Loss, tangent: Tensor) -> Tensor:
@@ -109,10 +113,10 @@ def loss_and_weight(target: Tensor, how: Loss) -> tuple[Tensor, Tensor]:
     column, classes = read(target, how.cut).unsqueeze(1), read(_classes(how), how.cut)
     if how.weights is None:
         return _aten.nll_loss_forward(column, classes, None, how.reduction, _IGNORED)
-    return weighted_loss(column, classes, read(how.weights, how.cut), how.reduction)
+    return _weighted_loss(column, classes, read(how.weights, how.cut), how.reduction)
 
 
-def weighted_loss(column: Tensor, classes: Tensor, weights: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+def _weighted_loss(column: Tensor, classes: Tensor, weights: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     """Loss and total weight of definition 7.
 
     Args:
@@ -130,9 +134,11 @@ def weighted_loss(column: Tensor, classes: Tensor, weights: Tensor, reduction: i
     return loss / total_weight if reduction == _MEAN else loss, total_weight
 
 
-def weighted_targets(at_target: Tensor, weights: Tensor) -> Tensor:
-    """``at_target``, gradients of the targets' log-probabilities without weights, with those of the rows."""
-    return at_target * weights.unsqueeze(1)
+def target_gradients(target: Tensor, how: Loss, tangents: Tensor, total_weight: Tensor) -> Tensor:
+    """The gradients of the targets' log-probabilities, N x 1, from these (definition 3)."""
+    column = target.unsqueeze(1)
+    made = _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
+    return made if how.weights is None else made * how.weights.unsqueeze(1)
 
 
 def gradient_rows(
@@ -145,22 +151,38 @@ def gradient_rows(
     numbers: Tensor | None = None,
 ) -> Tensor:
     """That of what the softmax of rows ``a`` to ``b`` reads, in its type; ``numbers`` by definition 6."""
+    gradient = _of_softmax(softmax, how, tangents, total_weight, a, b, numbers)
+    return clear_unread(_aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype), how.cut, a)
+
+
+def gradient_over(softmax: Tensor, how: Loss, tangents: Tensor, total_weight: Tensor, numbers: Tensor | None) -> Tensor:
+    """That of all rows, in the memory of the gradient of the log-probabilities."""
+    gradient = _of_softmax(softmax, how, tangents, total_weight, 0, softmax.shape[0], numbers)
+    _aten._log_softmax_backward_data.out(gradient, softmax, 1, softmax.dtype, out=gradient)
+    return clear_unread(gradient, how.cut, 0)
+
+
+def _of_softmax(
+    softmax: Tensor, how: Loss, tangents: Tensor, total_weight: Tensor, a: int, b: int, numbers: Tensor | None
+) -> Tensor:
+    """The gradient of the log-probabilities of rows ``a`` to ``b``."""
     tangent = tangents if how.reduction else tangents[a:b]
     gradient = _aten.nll_loss_backward(
         tangent, softmax, how.labels[a:b], how.class_weights, how.reduction, how.ignore_index, total_weight
     )
     if numbers is not None:
         torch.add(numbers[a:b].unsqueeze(1).expand(gradient.shape), gradient, out=gradient)
-    return clear_unread(_aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype), how.cut, a)
+    return gradient
 
 
-def refuse_other_labels(labels: Tensor, classes: int, ignore_index: int) -> None:
+def refuse_other_labels(how: Loss, classes: int) -> None:
     """Refuse labels that are no class, as the loss does on all of the logits.
 
     Raises:
         IndexError: on a CPU; on a card an assertion fails there.
     """
-    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    labels = how.labels
+    wrong = (labels != how.ignore_index) & ((labels < 0) | (labels >= classes))
     if labels.device.type == "cpu":
         if wrong.any():
             raise IndexError(f"Target {int(labels[wrong][0])} is out of bounds.")
@@ -181,60 +203,55 @@ def statistics_of(logits: Tensor, softmax: Tensor, labels: Tensor) -> Tensor:
 
 
 def hidden_gradient(
-    h: Tensor,
-    wt: Tensor,
-    bias: Tensor | None,
-    how: Loss,
-    tangent: Tensor,
-    total_weight: Tensor,
-    dtype: torch.dtype,
-    rows: int,
+    x: Operands, how: Loss, tangent: Tensor, total_weight: Tensor, dtype: torch.dtype, rows: int
 ) -> Tensor:
     """The gradient of ``h``, a few rows at a time."""
-    gradient = torch.empty_like(h, memory_format=torch.contiguous_format)
+    gradient = torch.empty_like(x.h, memory_format=torch.contiguous_format)
     tangents = tangents_of(how, tangent)
-    for a, b in spans(h.shape[0], rows):
-        softmax, made = softmax_rows(h[a:b], wt, bias, how, dtype)
+    for a, b in spans(x.h.shape[0], rows):
+        logits, made = apply_text(how.logit_ops, x.rows(a, b).logits(), dtype)
+        softmax = _aten._log_softmax(logits, 1, False)
+        del logits
         part = gradient_rows(softmax, how, tangents, total_weight, a, b)
         del softmax
-        part = taken_back(how.logit_ops, part, made, h.dtype)
-        torch.mm(part, wt.t(), out=gradient[a:b])
+        part = taken_back(how.logit_ops, part, made, x.h.dtype)
+        torch.mm(part, x.wt.t(), out=gradient[a:b])
         del part, made
     return gradient
 
 
-def _gradient_columns(
-    h: Tensor,
-    wt: Tensor,
-    bias: Tensor | None,
-    how: Loss,
-    statistics: Tensor,
-    at_target: Tensor,
-    begin: int,
-    end: int,
-) -> Tensor:
-    """The gradient of the logits of all rows from ``begin`` to ``end`` (definition 3), in the type of ``h``."""
-    width = end - begin
-    softmax = statistics.new_empty((h.shape[0], width + 1))
-    logits = logits_of(h, wt[:, begin:end], None if bias is None else bias[begin:end])
-    softmax[:, :width], made = apply_text(how.logit_ops, logits, softmax.dtype)
-    del logits
-    softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
-    labels = how.labels
-    inside = (labels >= begin) & (labels < end)
-    softmax[:, width] = torch.where(inside, float("-inf"), statistics[TARGET])
+def gradient_of_columns(softmax: Tensor, labels: Tensor, target: Tensor, at_target: Tensor, begin: int) -> Tensor:
+    """The gradient of what the softmax of some columns reads, and of one column more (definition 3).
+
+    Args:
+        softmax: the log-softmax of all rows from column ``begin`` on, and one column, which is filled here.
+        labels: of the rows.
+        target: their log-probabilities.
+        at_target: the gradient of these, N x 1.
+        begin: the first column.
+    """
+    width = softmax.shape[1] - 1
+    inside = (labels >= begin) & (labels < begin + width)
+    softmax[:, width] = torch.where(inside, float("-inf"), target)
     gradient = torch.zeros_like(softmax)
     gradient.scatter_(1, torch.where(inside, labels - begin, width).unsqueeze(1), at_target)
-    whole = _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
-    del gradient, softmax
+    return _aten._log_softmax_backward_data(gradient, softmax, 1, softmax.dtype)
+
+
+def _gradient_columns(x: Operands, how: Loss, statistics: Tensor, at_target: Tensor, begin: int, end: int) -> Tensor:
+    """The gradient of the logits of all rows from ``begin`` to ``end`` (definition 3), in the type of ``h``."""
+    width = end - begin
+    softmax = statistics.new_empty((x.h.shape[0], width + 1))
+    softmax[:, :width], made = apply_text(how.logit_ops, x.columns(begin, end).logits(), softmax.dtype)
+    softmax[:, :width].sub_(statistics[MAX].unsqueeze(1)).add_(statistics[LOG_SUM].unsqueeze(1))
+    whole = gradient_of_columns(softmax, how.labels, statistics[TARGET], at_target, begin)
+    del softmax
     whole = clear_unread(whole, how.cut, 0)[:, :width]
-    return taken_back(how.logit_ops, whole.contiguous() if how.logit_ops else whole, made, h.dtype)
+    return taken_back(how.logit_ops, whole.contiguous() if how.logit_ops else whole, made, x.h.dtype)
 
 
 def gradients_by_columns(
-    h: Tensor,
-    wt: Tensor,
-    bias: Tensor | None,
+    x: Operands,
     how: Loss,
     statistics: Tensor,
     tangent: Tensor,
@@ -243,19 +260,17 @@ def gradients_by_columns(
     columns: int,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of weight (V x D) and bias; ``known`` are the first columns of the gradient of the logits."""
-    column, tangents = statistics[TARGET].unsqueeze(1), tangents_of(how, tangent)
-    at_target = _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
-    if how.weights is not None:
-        at_target = weighted_targets(at_target, how.weights)
-    weight = h.new_empty((wt.shape[1], h.shape[1]))
-    sums = h.new_empty((0 if bias is None else wt.shape[1],))
-    for a, b in spans(wt.shape[1], columns):
+    at_target = target_gradients(statistics[TARGET], how, tangents_of(how, tangent), total_weight)
+    classes = x.wt.shape[1]
+    weight = x.h.new_empty((classes, x.h.shape[1]))
+    sums = x.h.new_empty((0 if x.bias is None else classes,))
+    for a, b in spans(classes, columns):
         if known is not None and b <= known.shape[1]:
             part = known[:, a:b]
         else:
-            part = _gradient_columns(h, wt, bias, how, statistics, at_target, a, b)
-        torch.mm(part.t(), h, out=weight[a:b])
-        if bias is not None:
+            part = _gradient_columns(x, how, statistics, at_target, a, b)
+        torch.mm(part.t(), x.h, out=weight[a:b])
+        if x.bias is not None:
             torch.sum(part, [0], out=sums[a:b])
         del part
     return weight, sums

@@ -1,21 +1,18 @@
 """The proof that a step with chains is the step without them: nothing runs.
 
-Every value of the new graph *claims* one of the old. By induction over the graph:
-1. A call that both have claims its like: the same name, target and constants, and arguments that claim the arguments
-   of that one.
-2. The call of a chain names old ops, its *parts*. Its own graph calls the first as the old graph does, and each
-   other one by its overwriting form: with the same constants, arguments that claim those of the old op, and one of
-   them, which is also where it writes, that is what the part before has made, laid out as the old op reads it.
-3. What is written over is read in the old step by that op alone, by one argument, and is no result of the step; the
+Every value of the new graph claims one of the old (``capture.claims``):
+1. Of the parts of a chain (``rewrites.rewrite_proof``) the first is called as the old graph does, and each other one by
+   its overwriting form: with the same constants, arguments that claim those of the old op, and one of them, which is
+   also where it writes, that is what the part before has made, laid out as the old op reads it.
+2. What is written over is read in the old step by that op alone, by one argument, and is no result of the step; the
    chain reads it no more.
-4. No part draws a random number or has an effect: how often and when they run is the schedule's.
-5. Each result of the chain claims the last part that wrote there, or the first part's own; each output of the graph
-   claims the old one.
+3. Each result of the chain claims the last part that wrote there, or the first part's own.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,17 +20,12 @@ from torch import fx
 
 from ebbtide.capture.claims import Results, same
 from ebbtide.capture.joint import Captured
-from ebbtide.capture.traits import draws_random, has_effect
 from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rewrite_proof import RewriteProof
+from ebbtide.rewrites.rewrite_proof import CallProof, RewriteProof
 from ebbtide.torch_seams.graphs import arguments_of
-from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["PARTS", "prove_in_place"]
-
-PARTS = "ebbtide_parts"
-"""Key in a chain's meta: the names of the ops that it is."""
+__all__ = ["prove_in_place"]
 
 
 def prove_in_place(step: Captured, after: Captured) -> list[Replaced]:
@@ -54,70 +46,42 @@ class _Proof(RewriteProof):
             return arguments_of(value)
         return value
 
-    def own(self, node: fx.Node) -> Any:
-        """What the results of a chain claim (definitions 2 to 5)."""
+    def of_rule(self, node: fx.Node) -> Any:
+        """What the results of a chain claim (definitions 1 to 3)."""
         if not isinstance(node.target, InPlace):
             return None
-        results = _Chain(self, node, node.target).results()
-        self.stands_for(node, results if isinstance(results, Results) else [results])
+        results = _Chain(self, node, node.target.graph, node.args).results()
+        self.stands_for(node, results)
         return results
 
 
-class _Chain:
-    """The proof of one chain (definitions 2 to 5)."""
+class _Chain(CallProof):
+    """The proof of one chain (definitions 1 to 3)."""
 
-    def __init__(self, proof: _Proof, node: fx.Node, target: InPlace) -> None:
-        self.proof, self.step = proof, proof.step
-        self.require = proof.require
-        self.node, self.target = node, target
-        self.parts = [self._part(name) for name in node.meta[PARTS]]
-        self.claims: dict[fx.Node, Any] = {}
+    def __init__(self, proof: RewriteProof, node: fx.Node, graph: fx.Graph, given: Sequence[Any]) -> None:
+        super().__init__(proof, node, graph, given)
+        self.step = proof.step
         self.layout: dict[fx.Node, tuple[Any, ...]] = {}  # of nodes that are a view of what a part made
         self.gone: set[Any] = set()
 
-    def _part(self, name: str) -> fx.Node:
-        part = self.proof.by_name.get(name)
-        self.require(part is not None and part.op == "call_function", f"{self.node.name} has a part {name}")
-        assert part is not None
-        self.require(not draws_random(part) and not has_effect(part), f"{name} is more than its result")
-        return part
+    def is_view(self, inner: fx.Node) -> bool:
+        """Whether it is an element of the first part, or lays out what a part has made, from its first byte on."""
+        if inner.target is operator.getitem:
+            source, index = arguments_of(inner)
+            self.require(self.claims[source] is self.parts[0], f"{inner} takes an element of another call")
+            self.claims[inner] = self.parts[0], index
+            return True
+        if inner.target is not torch.ops.aten.as_strided.default:
+            return False
+        source, size, stride, offset = arguments_of(inner)
+        if offset != 0 or source.op != "call_function":
+            return False
+        self.claims[inner], self.layout[inner] = self.claims[source], (tuple(size), tuple(stride))
+        return True
 
-    def results(self) -> Any:
-        """What the chain's results claim."""
-        given = iter(self.node.args)
-        first, *others = self.parts
-        pending = [first, *others]
-        result: Any = None
-        for inner in self.target.graph.nodes:
-            if inner.op == "placeholder":
-                outer = next(given)
-                self.require(isinstance(outer, fx.Node), f"{self.node.name} is given {outer}")
-                self.claims[inner] = self.proof.claims[outer]  # type: ignore[index]
-            elif inner.op == "output":
-                result = self._output(inner)
-            elif inner.target is operator.getitem:
-                source, index = arguments_of(inner)
-                self.require(self.claims[source] is first, f"{inner} takes an element of another call")
-                self.claims[inner] = first, index
-            elif inner.target is torch.ops.aten.as_strided.default and self._is_laid_out(inner):
-                source, size, stride, _ = arguments_of(inner)
-                self.claims[inner] = self.claims[source]
-                self.layout[inner] = tuple(size), tuple(stride)
-            else:
-                self.require(bool(pending), f"{inner} is no part")
-                part = pending.pop(0)
-                self._call(inner, part, is_first=part is first)
-                self.claims[inner] = part
-        self.require(not pending and next(given, None) is None, f"{self.node.name} leaves out a part or an argument")
-        return result
-
-    def _is_laid_out(self, inner: fx.Node) -> bool:
-        """Whether it lays out what a part has made, from its first byte on."""
-        source, *_, offset = arguments_of(inner)
-        return offset == 0 and source.op == "call_function"
-
-    def _call(self, inner: fx.Node, part: fx.Node, *, is_first: bool) -> None:
-        if is_first:
+    def call(self, inner: fx.Node, part: fx.Node) -> None:
+        """The first part is called as it was, and each other by its overwriting form (definition 1)."""
+        if part is self.parts[0]:
             self.require(inner.target is part.target, f"{inner} is not {part}")
             self.require(self.proof.congruent(inner, part, self.claims), f"{inner} reads other values than {part}")
             return
@@ -128,19 +92,17 @@ class _Chain:
         over = kwargs.pop(form[1], None)
         self.require(isinstance(over, fx.Node), f"{inner} writes nowhere")
         assert isinstance(over, fx.Node)
-        given, wanted = tree_leaves((inner.args, kwargs)), tree_leaves((part.args, part.kwargs))
-        self.require(len(given) == len(wanted), f"{inner} has other arguments than {part}")
-        read = [theirs for mine, theirs in zip(given, wanted, strict=True) if mine is over]
+        pairs = list(self.pairs(inner, part, (inner.args, kwargs), (part.args, part.kwargs)))
+        read = [theirs for mine, theirs in pairs if mine is over]
         self.require(len(read) == 1 and isinstance(read[0], fx.Node), f"{inner} does not read once what it writes over")
         self._dies(over, read[0], part)
-        for mine, theirs in zip(given, wanted, strict=True):
+        for mine, theirs in pairs:
             if mine is not over:
-                claim = self.claims[mine] if isinstance(mine, fx.Node) else mine
-                self.require(same(claim, self.proof.value_of(theirs)), f"{inner} reads other values than {part}")
-                self.require(not isinstance(mine, fx.Node) or mine.op == "placeholder", f"{inner} reads {mine}")
+                alike = mine.op == "placeholder" and same(self.claims[mine], self.proof.value_of(theirs))
+                self.require(alike, f"{inner} reads other values than {part}")
 
     def _dies(self, over: fx.Node, read: fx.Node, part: fx.Node) -> None:
-        """Require that nobody else reads ``over`` (definition 3), and that it is laid out as ``part`` reads it."""
+        """Require that nobody else reads ``over`` (definition 2), and that it is laid out as ``part`` reads it."""
         claim = self.claims[over]
         self.require(over.op == "call_function" and claim not in self.gone, f"{part.name} writes over what is given")
         self.gone.add(claim)
@@ -173,19 +135,18 @@ class _Chain:
         lazy = value.is_conj() or value.is_neg()
         self.require(program.buffers[buffer].whole and not lazy, f"{part.name} writes over a part of a buffer")
 
-    def _output(self, inner: fx.Node) -> Any:
-        """What the results claim (definition 5)."""
-        (made,) = inner.args
+    def returned(self, made: Any) -> Any:
+        """What the results claim (definition 3)."""
         first = self.parts[0]
         if isinstance(first.meta["val"], torch.Tensor):
-            claim = self.claims[made]  # type: ignore[index]
+            claim = self.claims[made]
             self.require(claim not in self.gone and claim is self.parts[-1], f"{self.node.name} returns {made}")
             return claim
         assert isinstance(made, tuple)
         self.require(len(made) == len(first.meta["val"]), f"{self.node.name} returns {len(made)} results")
         results: list[Any] = []
         for index, each in enumerate(made):
-            claim = self.claims[each]  # type: ignore[index]
+            claim = self.claims[each]
             self.require(claim not in self.gone, f"{self.node.name} returns what is written over")
             self.require(self._origin(each) == index, f"{self.node.name} returns results in another order")
             results.append(claim)

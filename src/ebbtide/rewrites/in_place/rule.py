@@ -19,8 +19,9 @@ from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.in_place.chains import Chain, Overwrite, chains_of, kind_of, operands_of
 from ebbtide.rewrites.in_place.facts import overwriting_fact
 from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
-from ebbtide.rewrites.in_place.proof import PARTS, prove_in_place
+from ebbtide.rewrites.in_place.proof import prove_in_place
 from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.rule import Estimate, Rule
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite

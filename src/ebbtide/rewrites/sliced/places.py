@@ -9,14 +9,13 @@ import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured, reread
+from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.sliced.calls import SlicedCall
 from ebbtide.rewrites.views import SAME_ORDER
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["PARTS", "has_places", "with_calls"]
+__all__ = ["has_places", "with_calls"]
 
-PARTS = "ebbtide_sliced"
-"""Key in the meta of a call's node: the names of the ops that it is."""
 _aten = torch.ops.aten
 _VIEWS = SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.expand.default}
 

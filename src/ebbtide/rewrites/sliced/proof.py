@@ -1,49 +1,42 @@
 """The proof that a step with calls in slices is the step without them: nothing runs.
 
 Every value of the new graph claims one of the old (``capture.claims``). Of a call in slices:
-1. It names old ops, its *parts*, and its graph calls each as the old graph does, with the same constants and arguments
-   that claim those of the old op. What it makes itself is seen through views of the old step that keep the order of
+1. Its parts (``rewrites.rewrite_proof``) are called as the old graph does, with the same constants and arguments that
+   claim those of the old op. What it makes itself is seen through views of the old step that keep the order of
    elements and all dimensions of the rank but the first, or swap the last two.
-2. No part draws a random number or has an effect.
-3. Each value of a slice is *whole*, or it is *cut*: it is the elements of one slice of the axis, the same for all.
+2. Each value of a slice is *whole*, or it is *cut*: it is the elements of one slice of the axis, the same for all.
    a. What is given is cut as the call says: along a dimension as long as the axis; or spread over the dimensions that
       the axis stands for, each as long or 1.
    b. The result of an op that keeps places (``sliced.axes``) is cut as what it reads that the call has made, which has
       its shape. What else it reads is cut there too, or the same for all slices.
    c. That of a product, along a dimension along which the table says so of all that it reads; so no sum is taken apart.
    d. A view that swaps the last two dimensions is cut along the other one of these.
-4. Results are put together along their cuts, and claim their parts.
+3. Results are put together along their cuts, and claim their parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ebbtide.capture.claims import Results, same
+from ebbtide.capture.claims import Results
 from ebbtide.capture.joint import Captured
-from ebbtide.capture.traits import draws_random, has_effect
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rewrite_proof import RewriteProof
+from ebbtide.rewrites.rewrite_proof import CallProof, RewriteProof
 from ebbtide.rewrites.sliced.axes import (
-    MIXES,
     SPREAD,
     Cut,
     can_be_cut,
     is_elementwise,
     is_product,
-    mixed_from_the_end,
     operand_cut,
     swapped_cut,
 )
-from ebbtide.rewrites.sliced.calls import InSlices
-from ebbtide.rewrites.sliced.places import PARTS
+from ebbtide.rewrites.sliced.calls import InSlices, moved_arguments
 from ebbtide.rewrites.views import seen
 from ebbtide.torch_seams.graphs import arguments_of
-from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["prove_sliced"]
 
@@ -62,93 +55,59 @@ def prove_sliced(step: Captured, after: Captured, name: str) -> list[Replaced]:
 class _Proof(RewriteProof):
     """Claims are old nodes."""
 
-    def own(self, node: fx.Node) -> Results | None:
-        """What the results of a call in slices claim, unless an earlier rule has put it there: then it is an old op."""
-        old = self.by_name.get(node.name)
-        if not isinstance(node.target, InSlices) or (old is not None and old.target is node.target):
+    def of_rule(self, node: fx.Node) -> Results | None:
+        """What the results of a call in slices claim."""
+        if not isinstance(node.target, InSlices):
             return None
         results = _Call(self, node, node.target).results()
         self.stands_for(node, results)
         return results
 
 
-class _Call:
-    """The proof of one call (definitions 1 to 4).
+class _Call(CallProof):
+    """The proof of one call (definitions 1 to 3).
 
     Attributes:
-        claims: of nodes of its graph, old nodes.
         cuts: of nodes of its graph.
         own: what it has made, and swapped views of that, which are true.
     """
 
     def __init__(self, proof: RewriteProof, node: fx.Node, target: InSlices) -> None:
-        self.proof, self.node, self.target, self.axis = proof, node, target, target.axis
-        self.require = proof.require
-        size, *self.given = node.args
+        size, *given = node.args
+        super().__init__(proof, node, target.graph, given)
+        self.target, self.axis = target, target.axis
         self.require(type(size) is int and size > 0, f"{node.name} has slices of {size}")
-        self.claims: dict[fx.Node, fx.Node] = {}
-        self.cuts: dict[fx.Node, Cut] = {}
+        inputs = target.graph.find_nodes(op="placeholder")
+        self.require(len(inputs) == len(target.inputs), f"{node.name} has other arguments")
+        self.cuts: dict[fx.Node, Cut] = dict(zip(inputs, target.inputs, strict=True))
         self.own: dict[fx.Node, bool] = {}
 
-    def results(self) -> Results:
-        """What the call's results claim."""
-        pending = list(self.node.meta[PARTS])
-        inputs = self.target.graph.find_nodes(op="placeholder")
-        alike = len(inputs) == len(self.given) == len(self.target.inputs)
-        self.require(alike, f"{self.node.name} has other arguments")
-        for inner, outer, cut in zip(inputs, self.given, self.target.inputs, strict=True):
-            self.require(isinstance(outer, fx.Node), f"{self.node.name} is given {outer}")
-            self.claims[inner], self.cuts[inner] = self.proof.claim(outer), cut
-        for inner in self.target.graph.nodes:
-            if inner.op == "output":
-                self.require(not pending, f"{self.node.name} leaves out {pending}")
-                return self._returned(inner)
-            if inner.target is _SWAP:
-                self._swap(inner)
-            elif inner.op != "placeholder":
-                self.require(bool(pending), f"{inner} is no part")
-                self._part(inner, pending.pop(0))
-        raise AssertionError("a graph without an output")
-
-    def _swap(self, inner: fx.Node) -> None:
-        """Take up a view that swaps the last two dimensions (definition 3d)."""
+    def is_view(self, inner: fx.Node) -> bool:
+        """Whether it swaps the last two dimensions (definition 2d)."""
+        if inner.target is not _SWAP:
+            return False
         source, *dims = arguments_of(inner)
         last = [self.axis.rank - 2, self.axis.rank - 1]
         self.require(source in self.own and sorted(dims) == last, f"{inner} swaps other dimensions")
         self.claims[inner], self.own[inner] = self.claims[source], not self.own[source]
         self.cuts[inner] = swapped_cut(self.cuts[source], self.axis.rank)  # type: ignore[arg-type]
+        return True
 
-    def _part(self, inner: fx.Node, name: str) -> None:
-        """Take up a call of an old op (definitions 1 and 2)."""
-        part = self.proof.by_name.get(name)
-        alike = part is not None and part.op == "call_function" and part.target is inner.target
-        self.require(alike, f"{inner} is not {name}")
-        assert part is not None
-        self.require(not draws_random(part) and not has_effect(part), f"{name} is more than its result")
-        given, wanted = tree_leaves((inner.args, inner.kwargs)), self._arguments(part)
-        self.require(len(given) == len(wanted), f"{inner} has other arguments than {name}")
-        for mine, theirs in zip(given, wanted, strict=True):
-            if not isinstance(mine, fx.Node):
-                self.require(same(mine, theirs), f"{inner} has other constants than {name}")
-            elif mine in self.own:
-                known = self.claims[mine], self.own[mine]
-                alike = isinstance(theirs, fx.Node) and seen(theirs, self.axis.rank) == known
-                self.require(alike, f"{inner} reads other values than {name}")
+    def call(self, inner: fx.Node, part: fx.Node) -> None:
+        """Take up a call of an old op (definition 1)."""
+        self.require(part.target is inner.target, f"{inner} is not {part}")
+        theirs = moved_arguments(part, part.args), part.kwargs
+        for one, other in self.pairs(inner, part, (inner.args, inner.kwargs), theirs):
+            if one in self.own:
+                alike = isinstance(other, fx.Node) and seen(other, self.axis.rank) == (self.claims[one], self.own[one])
             else:
-                self.require(self.claims[mine] is theirs, f"{inner} reads other values than {name}")
-        self.claims[inner] = part
+                alike = self.claims[one] is other
+            self.require(alike, f"{inner} reads other values than {part}")
         self.cuts[inner] = self._product_cut(inner, part) if is_product(part) else self._cut_in_place(inner, part)
         self.own[inner] = False
 
-    def _arguments(self, part: fx.Node) -> list[Any]:
-        """All of an old op, with the dimension that it mixes counted from the last one."""
-        args = list(part.args)
-        if (mixed := mixed_from_the_end(part)) is not None:
-            args[MIXES[part.target]] = mixed
-        return tree_leaves((tuple(args), part.kwargs))
-
     def _product_cut(self, inner: fx.Node, part: fx.Node) -> int:
-        """Along which dimension the result of a product is cut (definition 3c)."""
+        """Along which dimension the result of a product is cut (definition 2c)."""
         args = arguments_of(inner)
         positions = [position for position, each in enumerate(args) if isinstance(each, fx.Node)]
         found = [self.cuts[args[position]] for position in positions]
@@ -162,7 +121,7 @@ class _Call:
         raise self.proof.wrong(f"{part.name} would sum over slices, or reads slices of different axes")
 
     def _cut_in_place(self, inner: fx.Node, part: fx.Node) -> int:
-        """Along which dimension the result of what keeps places is cut (definition 3b)."""
+        """Along which dimension the result of what keeps places is cut (definition 2b)."""
         rank, value, args = self.axis.rank, part.meta["val"], arguments_of(inner)
         tensors = {position: each for position, each in enumerate(args) if isinstance(each, fx.Node)}
         own = [each for each in tensors.values() if each in self.own]
@@ -186,7 +145,7 @@ class _Call:
         return cut
 
     def _is_apart(self, inner: fx.Node, value: torch.Tensor) -> None:
-        """Require that slices of what is given are those of ``value``, which is made of it (3a)."""
+        """Require that slices of what is given are those of ``value``, which is made of it (2a)."""
         rank, shape = self.axis.rank, self.claims[inner].meta["val"].shape
         leading = value.shape[: 1 - rank]
         if self.cuts[inner] == SPREAD:
@@ -199,22 +158,20 @@ class _Call:
             self.require(whole, f"{inner} is other numbers for each slice")
 
     def _is_long(self, inner: fx.Node) -> None:
-        """Require that what is cut along one dimension is as long there as the axis (3a)."""
+        """Require that what is cut along one dimension is as long there as the axis (2a)."""
         cut = self.cuts[inner]
         if inner not in self.own and isinstance(cut, int):
             alike = self.claims[inner].meta["val"].shape[cut] == self.axis.length
             self.require(alike, f"{inner} is cut along another axis than the rest")
 
-    def _returned(self, inner: fx.Node) -> Results:
-        """What the results claim (definition 4)."""
-        (made,) = inner.args
+    def returned(self, made: Any) -> Results:
+        """What the results claim (definition 3)."""
         alike = isinstance(made, tuple) and 0 < len(made) == len(self.target.outputs)
         self.require(alike, f"{self.node.name} returns {made}")
-        nodes: Sequence[fx.Node] = made  # type: ignore[assignment]
-        for each, cut in zip(nodes, self.target.outputs, strict=True):
+        for each, cut in zip(made, self.target.outputs, strict=True):
             own = self.own.get(each) is False
             self.require(own and self.cuts[each] == cut, f"{self.node.name} puts {each} together otherwise")
             value = self.claims[each].meta["val"]
             alike = value.dim() == self.axis.rank and value.is_contiguous() and value.shape[cut] == self.axis.length
             self.require(alike, f"{self.node.name} returns {each} laid out otherwise")
-        return Results(self.claims[each] for each in nodes)
+        return Results(self.claims[each] for each in made)
