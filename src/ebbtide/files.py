@@ -15,16 +15,27 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import filelock
 import platformdirs
 
-__all__ = ["cache_directory", "keep", "locked", "read_saved", "write_bytes", "write_json", "write_text"]
+__all__ = [
+    "EntryFile",
+    "cache_directory",
+    "keep",
+    "locked",
+    "read_record",
+    "read_saved",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]
 
+Record = TypeVar("Record")
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _DRAFT = ".tmp"
 _ABANDONED_SECONDS = 3600.0  # no draft is written for so long
@@ -132,6 +143,58 @@ def read_saved(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError, MemoryError):
         return None
     return cast("dict[str, Any]", data) if isinstance(data, dict) else None
+
+
+def read_record(path: Path, schema: str, record: Callable[[dict[str, Any]], Record]) -> Record | None:
+    """What ``record`` makes of what was kept at ``path``; ``None`` where it is of another schema, or no such record."""
+    data = read_saved(path)
+    try:
+        return None if data is None or data["schema"] != schema else record(data)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):
+        return None
+
+
+class EntryFile(Generic[Record]):
+    """Entries by key, measured in one context, which all who know more add to.
+
+    Args:
+        context: all that an entry depends on besides its key.
+        directory: of the file; the user's cache directory if ``None``.
+    """
+
+    name: str
+    """Of the entries, in the file and as its own."""
+    schema: str
+
+    def __init__(self, context: Mapping[str, str], directory: Path | None = None) -> None:
+        self._context = dict(context)
+        digest = _digest(json.dumps(self._context, sort_keys=True))[:16]
+        self.path = (directory or cache_directory()) / f"{self.name}-{digest}.json"
+
+    def from_json(self, value: Any) -> Record:
+        """The entry that :meth:`to_json` has written; raises where ``value`` is none."""
+        raise NotImplementedError
+
+    def to_json(self, entry: Record) -> object:
+        """``entry`` as plain data."""
+        return entry
+
+    def load(self) -> dict[str, Record]:
+        """All on disk by key; empty if there is no file of ours, or anything is wrong with it."""
+        return read_record(self.path, self.schema, self._entries) or {}
+
+    def _entries(self, data: dict[str, Any]) -> dict[str, Record]:
+        ours = data[self.name] if data["context"] == self._context else {}
+        return {key: self.from_json(value) for key, value in ours.items()}
+
+    def add(self, entries: Mapping[str, Record]) -> None:
+        """Add ``entries`` to what is on disk; a file that cannot be written is left alone."""
+
+        def merged() -> dict[str, Any]:
+            every = {key: self.to_json(each) for key, each in {**self.load(), **entries}.items()}
+            return {"schema": self.schema, "context": self._context, self.name: every}
+
+        keep(self.path, self.path.with_name(f"{self.path.name}.lock"), merged)
 
 
 def _digest(text: str) -> str:

@@ -19,6 +19,7 @@ from ebbtide.capture.rules import layouts
 from ebbtide.cost.call import Call, call_with
 from ebbtide.cost.profiling_budget import NotProfiled, ProfilingBudget, arguments_for, profiling_within
 from ebbtide.errors import BudgetError, PlanFileError, PlanMismatch, UsageError
+from ebbtide.planning.alternatives import Alternative, Alternatives
 from ebbtide.rewrites import choices, facts
 from ebbtide.torch_seams import fake_tensors
 from head_models import CLASSES, FORMS, LEFT, TOKENS, Tower, arguments
@@ -75,13 +76,18 @@ def below(form: str) -> int:
 
 def only_of(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
     """Plans may use these forms of heads and nothing else."""
-    every = choices.alternatives_here
+    every = choices.alternatives_of
 
-    def of_these_kinds(*args: Any, **options: Any) -> Any:
-        return [each for each in every(*args, **options) if {one.form for one in each.rewrites} <= {*kinds}]
+    def of_these_kinds(*args: Any, **options: Any) -> Alternatives:
+        found = every(*args, **options)
+
+        def among(alternatives: list[Alternative]) -> list[Alternative]:
+            return [each for each in alternatives if {one.form for one in each.rewrites} <= {*kinds}]
+
+        return Alternatives(lambda: among(found.first), lambda: among(found.further))
 
     for where in ("engine.plans", "_api.estimate"):
-        monkeypatch.setattr(f"ebbtide.{where}.alternatives_here", of_these_kinds)
+        monkeypatch.setattr(f"ebbtide.{where}.alternatives_of", of_these_kinds)
 
 
 @pytest.mark.usefixtures("heads_alone")

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from ebbtide._api.estimate import AheadStep
 from ebbtide.errors import BudgetError
 from ebbtide.planners import Interrupt, Progress
 from ebbtide.planners.registry import finds_smallest
-from ebbtide.planning.alternatives import Alternative, Costed
+from ebbtide.planning.alternatives import Alternative, Alternatives, Costed
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.report.plan import Plan
 from ebbtide.step.program import Program
@@ -71,15 +71,20 @@ def interpolated(
     program_at = _programs(small.program, large.program, batches)
     if program_at is None:
         return None
-    others = _alternatives(small.alternatives, large.alternatives, batches)
+    others = _alternatives(small.alternatives or (), large.alternatives or (), batches)
+    first = {_kinds(each) for each in (small.alternatives.first if small.alternatives else ())}
 
     def at(batch: int) -> AheadStep:
         resident = round(_between(small.resident_bytes, large.resident_bytes, (batch - low) / (high - low)))
-        alternatives = [
+        found = [
             replace(each, make=partial(_itself, made), costed=partial(Costed, each.rewrites, made), refined=tuple)
             for each, other_at in others
             for made in (other_at(batch),)
         ]
+        alternatives = Alternatives(
+            lambda: (each for each in found if _kinds(each) in first),
+            lambda: (each for each in found if _kinds(each) not in first),
+        )
         return replace(
             small, program=program_at(batch), resident_bytes=resident, resident={}, alternatives=alternatives
         )
@@ -130,12 +135,12 @@ def _programs(one: Program, other: Program, batches: tuple[int, int]) -> Callabl
 
 
 def _alternatives(
-    small: Sequence[Alternative], large: Sequence[Alternative], batches: tuple[int, int]
+    small: Iterable[Alternative], large: Iterable[Alternative], batches: tuple[int, int]
 ) -> list[tuple[Alternative, Callable[[int], Program]]]:
     """Those of both batches that rewrite alike, and their programs at any batch, with estimated costs."""
     found: list[tuple[Alternative, Callable[[int], Program]]] = []
-    alike = {_kinds(each): each for each in reversed(large)}
-    for each in {_kinds(each): each for each in reversed(small)}.values():
+    alike = {_kinds(each): each for each in reversed([*large])}
+    for each in {_kinds(each): each for each in reversed([*small])}.values():
         other = alike.get(_kinds(each))
         at = None if other is None else _programs(each.estimated, other.estimated, batches)
         if at is not None:
@@ -173,7 +178,7 @@ def judged(
         too_slow = bound_holds and limit is not None and bound is not None and bound > limit + SURE
         asked_in_vain = best is None and progress.smallest_bytes is not None and finds_smallest(options.planner)
         # What is known of the captured program says nothing of its alternatives.
-        if fits or ((too_slow or asked_in_vain) and next(iter(step.alternatives), None) is None):
+        if fits or ((too_slow or asked_in_vain) and next(iter(step.alternatives or ()), None) is None):
             known.set()
 
     try:

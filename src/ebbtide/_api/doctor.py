@@ -77,7 +77,7 @@ def examine(step: AheadStep, budget: Budget | None, options: PlanningOptions, to
     plan = step.plan(_ANY_BUDGET, replace(options, planner="auto" if step.tiers else "keep_all"))
     found = find(plan, top, resident=step.resident, types=step.layer_types)
     held = step.resident_bytes + step.reserve_bytes
-    rewrites = rewritings(step.program, step.alternatives, step.skipped, held)
+    rewrites = rewritings(step.program, step.alternatives or (), step.skipped, held)
     found = replace(found, rewrites=rewrites, advice=tuple(found.advice_beside(rewrites)))
     if budget is None:
         return found

@@ -40,7 +40,7 @@ from ebbtide.optimizer.state.combined import class_names
 from ebbtide.options import Options
 from ebbtide.planners import Progress, planner_named
 from ebbtide.planners.narration import interruption_noted, narrated
-from ebbtide.planning.alternatives import Alternative
+from ebbtide.planning.alternatives import Alternatives
 from ebbtide.planning.frontier import frontier
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
@@ -48,8 +48,7 @@ from ebbtide.report.frontier import Frontier
 from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import (
     Finish,
-    alternatives_elsewhere,
-    alternatives_here,
+    alternatives_of,
     itself,
     left_of,
     measure_ahead,
@@ -178,7 +177,7 @@ class AheadStep:
         end: what is taken when the backward has returned, whatever the plan.
         resident: what ``resident_bytes`` are made of, by kind; empty where that is not known.
         layer_types: the class of each of the model's modules, by its path; likewise.
-        alternatives: to the program.
+        alternatives: to the program; ``None`` where none are asked for.
         skipped: where something looks as if it could be rewritten, and why it is left.
         measure_facts: finds out what its rewrites rest on, and keeps it for later; in words, and whether it holds.
     """
@@ -192,7 +191,7 @@ class AheadStep:
     end: StepEnd = NOTHING_AFTER
     resident: Mapping[str, int] = field(default_factory=dict[str, int])
     layer_types: Mapping[str, str] = field(default_factory=dict[str, str])
-    alternatives: Sequence[Alternative] = ()
+    alternatives: Alternatives | None = None
     skipped: Sequence[tuple[str, str]] = ()
     measure_facts: Callable[[], Iterator[tuple[str, bool | None]]] = lambda: iter(())
 
@@ -292,7 +291,7 @@ def capture_ahead(
             finish=finish,
         )
         device = program.context["device"] if target is None else target.device
-        alternatives = _alternatives(joint, program, device, options, finish) if options.rewrite_rules else ()
+        alternatives = _alternatives(joint, program, device, options, finish) if options.rewrite_rules else None
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:
@@ -332,13 +331,10 @@ def capture_ahead(
     )
 
 
-def _alternatives(
-    joint: Captured, program: Program, device: str, options: Options, finish: Finish
-) -> Sequence[Alternative]:
+def _alternatives(joint: Captured, program: Program, device: str, options: Options, finish: Finish) -> Alternatives:
     rules, first = options.rewrite_rules, options.first_rules
-    if is_elsewhere(options.target):
-        return alternatives_elsewhere(joint, program, rules=rules, first=first, finish=finish)
-    return alternatives_here(joint, program, device, rules=rules, first=first, finish=finish)
+    where = None if is_elsewhere(options.target) else device
+    return alternatives_of(joint, program, where, rules=rules, first=first, finish=finish)
 
 
 def _classes_in(model: torch.nn.Module) -> dict[str, str]:

@@ -5,21 +5,16 @@ A cost is keyed by all that it depends on; a damaged or foreign file is measured
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ebbtide.cost.profile import Cost
-from ebbtide.files import cache_directory, keep, read_saved
+from ebbtide.files import EntryFile
 
 __all__ = ["CostCache", "device_context", "product_precisions"]
 
 _EXACT = "ieee"
-_SCHEMA = "ebbtide-costs/4"
 _MOST_BYTES, _MOST_SECONDS = 2**50, 1e6  # of one op: a pebibyte, eleven days
 
 
@@ -56,42 +51,21 @@ def product_precisions() -> tuple[str, str]:
     return cpu, card
 
 
-def _is_sound(cost: Cost) -> bool:
-    """Whether a cost read from disk can be one."""
-    sizes = (cost.workspace_bytes, *cost.kept_bytes)
-    return 0 <= cost.seconds <= _MOST_SECONDS and all(0 <= size <= _MOST_BYTES for size in sizes)
+class CostCache(EntryFile[Cost]):
+    """Costs on disk; their context is a :func:`device_context`."""
 
+    name = "costs"
+    schema = "ebbtide-costs/4"
 
-class CostCache:
-    """Costs of one device context on disk.
+    def from_json(self, value: Any) -> Cost:
+        """A cost; raises ``ValueError`` if it can be none."""
+        seconds, workspace, kept = value
+        cost = Cost(float(seconds), int(workspace), tuple(map(int, kept)))
+        sizes = (cost.workspace_bytes, *cost.kept_bytes)
+        if not (0 <= cost.seconds <= _MOST_SECONDS and all(0 <= size <= _MOST_BYTES for size in sizes)):
+            raise ValueError(f"{cost} is of no op")
+        return cost
 
-    Args:
-        context: from :func:`device_context`.
-        directory: :func:`cache_directory` if ``None``.
-    """
-
-    def __init__(self, context: Mapping[str, str], directory: Path | None = None) -> None:
-        self._context = dict(context)
-        digest = hashlib.sha256(json.dumps(self._context, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = (directory or cache_directory()) / f"costs-{digest}.json"
-
-    def load(self) -> dict[str, Cost]:
-        """All costs on disk by signature; empty if there is no file of ours."""
-        data = read_saved(self.path)
-        try:
-            if data is None or data["schema"] != _SCHEMA or data["context"] != self._context:
-                return {}
-            costs = {key: Cost(float(s), int(w), tuple(map(int, k))) for key, (s, w, k) in data["costs"].items()}
-        except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError):
-            return {}
-        return costs if all(map(_is_sound, costs.values())) else {}
-
-    def add(self, costs: Mapping[str, Cost]) -> None:
-        """Add ``costs`` to what is on disk; a cache that cannot be written is left alone."""
-
-        def merged() -> dict[str, Any]:
-            every = {**self.load(), **costs}
-            rows = {key: [c.seconds, c.workspace_bytes, c.kept_bytes] for key, c in every.items()}
-            return {"schema": _SCHEMA, "context": self._context, "costs": rows}
-
-        keep(self.path, self.path.with_name(f"{self.path.name}.lock"), merged)
+    def to_json(self, entry: Cost) -> object:
+        """Seconds and bytes."""
+        return [entry.seconds, entry.workspace_bytes, entry.kept_bytes]

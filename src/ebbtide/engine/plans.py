@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,7 +41,7 @@ from ebbtide.planning.alternatives import Alternative
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.step_end import StepEnd, most_of
 from ebbtide.report.plan import Plan
-from ebbtide.rewrites.choices import Finish, alternatives_here, itself
+from ebbtide.rewrites.choices import Finish, alternatives_of, itself
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import LossPlace
 from ebbtide.step.schedule import Schedule
@@ -208,7 +208,10 @@ def plan_for(task: PlanTask) -> tuple[Plan, bool]:
             if other is not None:
                 return other
             if not windows.forget_untrained(now.call_slot):
-                for note in (*_unknown_here(wanted.options.alternatives), *task.optimizers.advice_to_declare()):
+                for note in (
+                    *_unknown_here(wanted.options.alternatives or ()),
+                    *task.optimizers.advice_to_declare(),
+                ):
                     error.add_note(note)
                 raise  # here, with no frame more than it has
         _warn_of_untrained()
@@ -226,7 +229,7 @@ def _warn_of_untrained() -> None:
     )
 
 
-def _unknown_here(alternatives: Sequence[Alternative]) -> Iterator[str]:
+def _unknown_here(alternatives: Iterable[Alternative]) -> Iterator[str]:
     """What a refusal says of a rewrite that would lower the budget most, where the budget leaves no room to try it."""
     lowest = min(alternatives, key=lambda each: floor_bytes(each.estimated)[0], default=None)
     if lowest is not None and (why := lowest.unknown()):
@@ -337,7 +340,7 @@ def _options(task: PlanTask, parts: Mapping[str, int], *, guess: bool) -> Planni
     if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
         options = replace(options, planner="least_memory")
     if configuration.rewrites:
-        alternatives = alternatives_here(
+        alternatives = alternatives_of(
             task.captured,
             task.program,
             now.device,

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import overload
 
 from ebbtide.errors import BudgetError
 from ebbtide.planners.base import Problem
@@ -74,7 +73,6 @@ class Alternative:
         costed: gives it in earnest, less what it can do without and does not hold; ``None`` where something that it
             takes for granted does not hold, or nobody knows.
         free: whether nothing in it takes time.
-        further: by definition 5.
         refined: the same with free rewrites of what it leaves; empty where there are none.
         why_not: says why ``costed`` would give ``None``; empty where it would not.
         unknown: says what of it, free rewrites included, nobody knows and there is no room to find out.
@@ -84,7 +82,6 @@ class Alternative:
     make: Callable[[], Program] = field(repr=False)
     costed: Callable[[], Costed | None] = field(repr=False)
     free: bool = False
-    further: bool = False
     refined: Callable[[], Sequence[Alternative]] = field(default=tuple, repr=False)
     why_not: Callable[[], str] = field(default=str, repr=False)
     unknown: Callable[[], str] = field(default=str, repr=False)
@@ -137,7 +134,7 @@ class Hints:
         return any(each.forms and each.forms <= _forms_of(rewrites) for rewrites in self.rewrites)
 
 
-class Alternatives(Sequence[Alternative]):
+class Alternatives(Iterable[Alternative]):
     """Those of one program, made when they are first looked at: where the program fits as it is, nobody does.
 
     Args:
@@ -147,7 +144,7 @@ class Alternatives(Sequence[Alternative]):
 
     def __init__(
         self,
-        make: Callable[[], Iterable[Alternative]],
+        make: Callable[[], Iterable[Alternative]] = tuple,
         make_further: Callable[[], Iterable[Alternative]] = tuple,
     ) -> None:
         self._make, self._make_further = make, make_further
@@ -160,39 +157,17 @@ class Alternatives(Sequence[Alternative]):
     @cached_property
     def further(self) -> list[Alternative]:
         """Alternatives that are tried if the first do not do (definition 5)."""
-        return [replace(each, further=True) for each in self._make_further()]
-
-    @cached_property
-    def _list(self) -> list[Alternative]:
-        return [*self.first, *self.further]
-
-    def __bool__(self) -> bool:
-        """Whether there may be any."""
-        return True
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._list)
+        return list(self._make_further())
 
     def __iter__(self) -> Iterator[Alternative]:
         """The further ones are not made before they are asked for."""
         yield from self.first
         yield from self.further
 
-    @overload
-    def __getitem__(self, index: int) -> Alternative: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Alternative]: ...
-
-    def __getitem__(self, index: int | slice) -> Alternative | list[Alternative]:
-        """The alternative at a position, or a list of them."""
-        return self._list[index]
-
 
 def best_of(
     program: Program,
-    alternatives: Sequence[Alternative],
+    alternatives: Alternatives,
     above_budget_bytes: int,
     plan_one: Callable[[Program, Rewritten | None], Plan],
     interrupted: Callable[[], bool] = lambda: False,
@@ -216,9 +191,9 @@ def best_of(
     tries = _Tries(program, plan_one)
     captured = Alternative((), lambda: program, lambda: Costed((), program), free=True)
     search = _Search(program, above_budget_bytes, links, interrupted, tries, hints or Hints())
-    search.consider(_first(alternatives), captured)
+    search.consider(lambda: alternatives.first, captured)
     if tries.best is None or (tries.best.overhead > _DEAR and not interrupted()):
-        search.consider(_further(alternatives), None)
+        search.consider(lambda: alternatives.further, None)
     if tries.best is None:
         _try_the_smallest([captured, *alternatives], tries)
     if tries.best is not None:
@@ -231,18 +206,6 @@ def best_of(
 def _share_of(plan: Plan, rewritten: Rewritten) -> float:
     """What a plan may take above the step's start, of what the captured step takes unplanned."""
     return (plan.budget_bytes - plan.resident_bytes - plan.reserve_bytes) / max(rewritten.above_bytes, 1)
-
-
-def _first(alternatives: Sequence[Alternative]) -> Callable[[], list[Alternative]]:
-    if isinstance(alternatives, Alternatives):
-        return lambda: alternatives.first
-    return lambda: [each for each in alternatives if not each.further]
-
-
-def _further(alternatives: Sequence[Alternative]) -> Callable[[], list[Alternative]]:
-    if isinstance(alternatives, Alternatives):
-        return lambda: alternatives.further
-    return lambda: [each for each in alternatives if each.further]
 
 
 @dataclass(frozen=True)

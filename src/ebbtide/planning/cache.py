@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ebbtide.files import cache_directory, keep, read_saved
+from ebbtide.files import cache_directory, keep, read_record
 from ebbtide.planners.base import Answer, Problem, Status
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Provenance
@@ -32,7 +32,6 @@ __all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_
 MOST_BYTES = 256 * 2**20
 NEAR = 2  # start points taken from each side of a budget
 _SCHEMA = "ebbtide-plans/2"
-_DEFECTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError)
 _KEPT = (Status.OPTIMAL, Status.FEASIBLE)  # what a clock or an interrupt ended is not worth keeping
 
 
@@ -64,15 +63,12 @@ class PlanCache:
     def load(self, planner: str, problem: Problem) -> CachedAnswer | None:
         """The answer that ``planner`` gave to this very problem, or ``None``. What is damaged counts as absent."""
         key = _key(planner, problem)
-        data = _read(self._path(problem.program, key))
-        if data is None or data.get("key") != key:
-            return None
-        try:
-            found = _answer(data)
-        except _DEFECTS:
+        path = self._path(problem.program, key)
+        found = read_record(path, _SCHEMA, lambda data: _answer(data) if data["key"] == key else None)
+        if found is None:
             return None
         with contextlib.suppress(OSError):
-            os.utime(self._path(problem.program, key))
+            os.utime(path)
         return found
 
     def near(self, problem: Problem) -> list[Schedule]:
@@ -80,12 +76,9 @@ class PlanCache:
         share = share_of(problem.program, problem.above_budget_bytes)
         found: list[tuple[float, str, Schedule]] = []
         for path in self._entries(f"{structure_of(problem.program)}-*.json"):
-            data = _read(path)
-            try:
-                if data is not None:
-                    found.append((_finite(data["share"]) - share, path.name, Schedule.from_json(data["schedule"])))
-            except _DEFECTS:
-                continue
+            entry = read_record(path, _SCHEMA, _share_and_schedule)
+            if entry is not None:
+                found.append((entry[0] - share, path.name, entry[1]))
         below = sorted((each for each in found if each[0] <= 0), key=lambda each: (-each[0], each[1]))
         above = sorted((each for each in found if each[0] > 0), key=lambda each: each[:2])
         return [schedule for _, _, schedule in (*below[:NEAR], *above[:NEAR])]
@@ -133,13 +126,12 @@ def plans_directory() -> Path:
     return cache_directory() / "plans"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    data = read_saved(path)
-    return data if data is not None and data.get("schema") == _SCHEMA else None
+def _share_and_schedule(data: dict[str, Any]) -> tuple[float, Schedule]:
+    return _finite(data["share"]), Schedule.from_json(data["schedule"])
 
 
 def _answer(data: dict[str, Any]) -> CachedAnswer:
-    """The answer that an entry holds; raises one of ``_DEFECTS`` if it holds none."""
+    """The answer that an entry holds; raises if it holds none."""
     notes = {str(k): str(v) for k, v in data["notes"].items()}
     if Provenance.from_dict(notes).notes != notes:
         raise ValueError("a planner's notes say what is not the planner's to say")

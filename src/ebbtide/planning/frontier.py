@@ -91,6 +91,6 @@ def _no_worse(plan: Plan, other_plans: Sequence[Plan], here: Callable[..., Plan]
     less = min(others, key=lambda each: each.step_seconds, default=plan)
     if less.step_seconds >= plan.step_seconds:
         return plan
-    as_there = replace(how, rewritten=less.rewritten, alternatives=(), other_plans=())
+    as_there = replace(how, rewritten=less.rewritten, alternatives=None, other_plans=())
     again = here(less.program, seeds=[less.schedule], options=as_there)
     return replace(again, smallest_bytes=min(again.smallest_bytes, plan.smallest_bytes))

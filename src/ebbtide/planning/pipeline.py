@@ -16,7 +16,7 @@ from ebbtide.planners.hybrid.floor import floor_with_tiers
 from ebbtide.planners.narration import interruption_noted
 from ebbtide.planners.registry import finds_smallest, moves_buffers
 from ebbtide.planners.search.smallest import smallest_of
-from ebbtide.planning.alternatives import Alternative, Hints, best_of
+from ebbtide.planning.alternatives import Alternatives, Hints, best_of
 from ebbtide.planning.cache import CachedAnswer, PlanCache
 from ebbtide.planning.shape_plans import Buckets
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
@@ -70,8 +70,8 @@ class PlanningOptions:
     buckets: Buckets | None = None
     """What was searched for other shapes of the same model, for the planners ``auto`` and ``least_memory``."""
 
-    alternatives: Sequence[Alternative] = ()
-    """Other programs for the same step, for the planners of :data:`REWRITE`; none is tried where there is none."""
+    alternatives: Alternatives | None = None
+    """Other programs for the same step, for the planners of :data:`REWRITE`."""
     rewritten: Rewritten | None = None
     """How the program at hand comes from the captured one, if it is another."""
     other_plans: Sequence[Plan] = ()
@@ -121,8 +121,8 @@ def make_plan(
     """
     options = options or PlanningOptions()
     with interruption_noted(changes_to(options.progress)) as progress:
-        told = replace(options, progress=progress, alternatives=())
-        if not options.alternatives or options.planner not in REWRITE:
+        told = replace(options, progress=progress, alternatives=None)
+        if options.alternatives is None or options.planner not in REWRITE:
             return _best_plan(program, None, budget, resident_bytes, reserve_bytes, end, seeds=seeds, options=told)
         within = Budget(bytes=end.budget_bytes(budget, program, resident_bytes, reserve_bytes))
         assert within.bytes is not None

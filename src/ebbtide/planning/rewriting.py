@@ -6,7 +6,7 @@ told: the one of the least floor. One whose floor is above that of the captured 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planning.alternatives import Alternative
@@ -18,7 +18,7 @@ __all__ = ["rewritings"]
 
 
 def rewritings(
-    program: Program, alternatives: Sequence[Alternative], skipped: Iterable[tuple[str, str]], held_bytes: int
+    program: Program, alternatives: Iterable[Alternative], skipped: Iterable[tuple[str, str]], held_bytes: int
 ) -> tuple[Rewriting, ...]:
     """All of them, the least floors first.
 

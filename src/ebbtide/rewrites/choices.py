@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import starmap
 
 from ebbtide.capture.joint import Captured
 from ebbtide.cost.attach import is_measured, with_measured_costs
@@ -31,9 +32,7 @@ __all__ = [
     "UNKNOWN",
     "Choice",
     "Finish",
-    "alternatives_elsewhere",
-    "alternatives_here",
-    "apply",
+    "alternatives_of",
     "apply_proven",
     "choice_of",
     "itself",
@@ -54,11 +53,6 @@ Finish = Callable[[Captured], Captured]
 def itself(captured: Captured) -> Captured:
     """Nothing is done."""
     return captured
-
-
-def apply(captured: Captured, rewrites: Sequence[Rewrite]) -> Captured:
-    """``captured`` with all of ``rewrites`` in it."""
-    return Choice(captured, tuple(rewrites)).captured
 
 
 def apply_proven(captured: Captured, rewrites: Sequence[Rewrite]) -> tuple[Captured, list[Replaced]]:
@@ -129,31 +123,26 @@ class Choice:
         """It with a candidate of one rule more, which comes after all of these."""
         return Choice(self.source, (*self.rewrites, *rewrites), self.stages, self.finish)
 
-    def not_held(self, device: str) -> str:
-        """The first fact that does not hold on ``device``, or of which nobody knows; empty if all hold.
+    def _missing(self, device: str) -> Iterator[tuple[Fact, bool | None]]:
+        """Of each rewrite the first fact that does not hold on ``device``, or of which nobody knows.
 
         Raises:
             LookupError: if the step has not what the rewrites replace.
         """
-        missing = (_missing(stage, each, device) for stage in self.stages for each in stage.rewrites)
-        return next((fact.says for fact, _ in filter(None, missing)), "")
+        found = (_missing(stage, each, device) for stage in self.stages for each in stage.rewrites)
+        return (each for each in found if each is not None)
+
+    def not_held(self, device: str) -> str:
+        """The first fact that does not hold on ``device``, or of which nobody knows; empty if all hold."""
+        return next((fact.says for fact, _ in self._missing(device)), "")
 
     def why_not(self, device: str) -> str:
         """Why no plan on ``device`` may use it, in words; empty where one may."""
-        if self.holding(device):
-            return ""
-        missing = (_missing(stage, each, device) for stage in self.stages for each in stage.rewrites)
-        known = ((fact.says, held) for fact, held in filter(None, missing))
-        return next((f"{says}: {UNKNOWN if held is None else NOT_HERE}" for says, held in known), "")
+        return "" if self.holding(device) else next(starmap(_why, self._missing(device)), "")
 
     def unknown(self, device: str) -> str:
         """A fact of it of which nobody knows on ``device``, in words; empty if there is none."""
-        for stage in self.stages:
-            for each in stage.rewrites:
-                missing = _missing(stage, each, device)
-                if missing is not None and missing[1] is None:
-                    return f"{missing[0].says}: {UNKNOWN}"
-        return ""
+        return next((_why(fact, held) for fact, held in self._missing(device) if held is None), "")
 
     def holding(self, device: str) -> Choice | None:
         """It, of rewrites whose facts hold.
@@ -232,6 +221,10 @@ class Choice:
         return Costed(self.rewrites, self.estimated(program))
 
 
+def _why(fact: Fact, held: bool | None) -> str:
+    return f"{fact.says}: {UNKNOWN if held is None else NOT_HERE}"
+
+
 def _missing(stage: _Stage, rewrite: Rewrite, device: str) -> tuple[Fact, bool | None] | None:
     """The first fact of ``rewrite`` that does not hold, or of which nobody knows; ``None`` if all hold."""
     for fact in stage.rule.facts(stage.before, rewrite):
@@ -269,82 +262,53 @@ def choice_of(captured: Captured, rewrites: Sequence[Rewrite], finish: Finish = 
     return choice
 
 
-def alternatives_here(
+def alternatives_of(
     captured: Captured,
     program: Program,
-    device: str,
+    device: str | None,
     *,
     rules: Collection[str],
     first: Collection[str] | None = None,
     retained: bool = False,
     finish: Finish = itself,
 ) -> Alternatives:
-    """Alternatives whose costs and facts are measured on ``device`` before they are planned in earnest.
+    """Alternatives, whose costs and facts are measured before they are planned in earnest.
 
     Args:
         captured: the step.
         program: its program with costs, finished.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: ``"cpu"`` or ``"cuda"``; ``None`` for a machine that is not at hand, where costs are estimates and facts
+            are assumed.
         rules: names of those that are used.
         first: of these, those that are no further ones; all if ``None``.
         retained: whether its backwards retain their graph: then nothing that they keep may be written over.
         finish: done to the step after its rewrites.
     """
+    candidates = _Candidates(captured, finish)
+    known: dict[tuple[Rewrite, ...], Alternative] = {}
+    writing = {(rule.name, form) for rule in RULES for form in rule.writes}
 
     def made(choice: Choice) -> Alternative:
-        costed = partial(choice.costed, device, program)
         estimated = cache(partial(choice.estimated, program))
+        if device is None:
+            return Alternative(choice.rewrites, estimated, partial(choice.assumed, program))
+        costed = partial(choice.costed, device, program)
         why_not, unknown = partial(choice.why_not, device), partial(choice.unknown, device)
         return Alternative(choice.rewrites, estimated, costed, why_not=why_not, unknown=unknown)
 
-    writing = {(rule.name, form) for rule in RULES for form in rule.writes}
+    def once(choice: Choice) -> Alternative:
+        if choice.rewrites not in known:
+            known[choice.rewrites] = made(choice)
+        return known[choice.rewrites]
 
-    def usable(found: Iterator[Alternative]) -> Iterator[Alternative]:
-        for each in found:
+    def by(rules: Collection[str]) -> Iterator[Alternative]:
+        for each in _alternatives(candidates, once, rules):
             if not (retained and any((one.rule, one.form) in writing for one in each.rewrites)):
                 yield each
 
-    return _in_rounds(captured, made, rules, first, finish, usable)
-
-
-def alternatives_elsewhere(
-    captured: Captured,
-    program: Program,
-    *,
-    rules: Collection[str],
-    first: Collection[str] | None = None,
-    finish: Finish = itself,
-) -> Alternatives:
-    """Alternatives for a machine that is not at hand: costs are estimates and facts are assumed."""
-
-    def made(choice: Choice) -> Alternative:
-        estimated = cache(partial(choice.estimated, program))
-        return Alternative(choice.rewrites, estimated, partial(choice.assumed, program))
-
-    return _in_rounds(captured, made, rules, first, finish, iter)
-
-
-def _in_rounds(
-    captured: Captured,
-    alternative_of: Callable[[Choice], Alternative],
-    rules: Collection[str],
-    first: Collection[str] | None,
-    finish: Finish,
-    usable: Callable[[Iterator[Alternative]], Iterator[Alternative]],
-) -> Alternatives:
-    candidates = _Candidates(captured, finish)
-    known: dict[tuple[Rewrite, ...], Alternative] = {}
-
-    def once(choice: Choice) -> Alternative:
-        if choice.rewrites not in known:
-            known[choice.rewrites] = alternative_of(choice)
-        return known[choice.rewrites]
-
     if first is None or set(first) == set(rules):
-        return Alternatives(lambda: usable(_alternatives(candidates, once, rules)))
-    return Alternatives(
-        lambda: usable(_alternatives(candidates, once, first)), lambda: usable(_alternatives(candidates, once, rules))
-    )
+        return Alternatives(lambda: by(rules))
+    return Alternatives(lambda: by(first), lambda: by(rules))
 
 
 def _alternatives(

@@ -12,11 +12,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +22,11 @@ from torch import Tensor
 from ebbtide.cost.cache import device_context, product_precisions
 from ebbtide.cost.call import TensorSpec
 from ebbtide.cost.profiling_budget import may_take
-from ebbtide.files import cache_directory, keep, read_saved
+from ebbtide.files import EntryFile
 from ebbtide.torch_seams.fake_tensors import without_modes
 
 __all__ = ["ALIGNMENT", "Fact", "FactCache", "either", "known_facts", "made_up", "measured", "normal", "own"]
 
-_SCHEMA = "ebbtide-facts/2"  # 1: slices of what rewrites make lay where they lie in the whole
 ALIGNMENT = 512
 """Bytes: c10/core/alignment.h has 64 on a CPU, CUDACachingAllocator.cpp 512."""
 _BESIDES = 1.1
@@ -58,41 +54,17 @@ class Fact:
     smaller: Fact | None = field(default=None, compare=False, repr=False)
 
 
-class FactCache:
-    """Facts of one device context on disk.
+class FactCache(EntryFile[bool]):
+    """Facts on disk."""
 
-    Args:
-        context: all that a fact depends on besides its signature.
-        directory: of the cache; the user's if ``None``.
-    """
+    name = "facts"
+    schema = "ebbtide-facts/2"  # 1: slices of what rewrites make lay where they lie in the whole
 
-    def __init__(self, context: Mapping[str, str], directory: Path | None = None) -> None:
-        self._context = dict(context)
-        digest = hashlib.sha256(json.dumps(self._context, sort_keys=True).encode()).hexdigest()[:16]
-        self.path = (directory or cache_directory()) / f"facts-{digest}.json"
-
-    def load(self) -> dict[str, bool]:
-        """All on disk by signature; empty if there is no file of ours."""
-        data = read_saved(self.path)
-        try:
-            if data is None or data["schema"] != _SCHEMA or data["context"] != self._context:
-                return {}
-            facts = data["facts"]
-            return {str(key): value for key, value in facts.items()} if _are_bools(facts.values()) else {}
-        except (LookupError, TypeError, AttributeError):
-            return {}
-
-    def add(self, facts: Mapping[str, bool]) -> None:
-        """Add ``facts`` to what is on disk; a cache that cannot be written is left alone."""
-
-        def merged() -> dict[str, Any]:
-            return {"schema": _SCHEMA, "context": self._context, "facts": {**self.load(), **facts}}
-
-        keep(self.path, self.path.with_name(f"{self.path.name}.lock"), merged)
-
-
-def _are_bools(values: Iterable[object]) -> bool:
-    return all(isinstance(each, bool) for each in values)
+    def from_json(self, value: Any) -> bool:
+        """Whether a fact holds; raises ``TypeError`` if ``value`` does not say so."""
+        if not isinstance(value, bool):
+            raise TypeError(f"{value!r} is neither true nor false")
+        return value
 
 
 def _cache(device: str) -> FactCache:

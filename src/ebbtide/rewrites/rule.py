@@ -21,7 +21,17 @@ from ebbtide.rewrites.replaced import Replaced
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
 
-__all__ = ["Estimate", "Rule", "Skipped"]
+__all__ = ["Estimate", "NoPlace", "Rule", "Skipped", "require"]
+
+
+class NoPlace(Exception):
+    """What looks like a place of a rule is none; the message says why (definition 4)."""
+
+
+def require(holds: bool, why: str) -> None:
+    """Raise :class:`NoPlace` unless ``holds``."""
+    if not holds:
+        raise NoPlace(why)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import fx
 
 from ebbtide.torch_seams.graphs import arguments_of
 
-__all__ = ["SAME_ORDER", "is_same_order", "is_swap", "made_by", "seen"]
+__all__ = ["SAME_ORDER", "is_same_order", "is_swap", "made_by", "readers", "seen", "seen_through"]
 
 _aten = torch.ops.aten
 SAME_ORDER = frozenset(
@@ -27,6 +30,22 @@ def is_same_order(node: fx.Node) -> bool:
     if node.target is _aten.expand.default:
         return node.meta["val"].shape == arguments_of(node)[0].meta["val"].shape
     return node.target in SAME_ORDER
+
+
+def seen_through(node: Any) -> Any:
+    """What makes the numbers of ``node``, if that is a node, in their order."""
+    while isinstance(node, fx.Node) and is_same_order(node):
+        node = arguments_of(node)[0]
+    return node
+
+
+def readers(node: fx.Node, *, swapped: bool = False) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Who reads the numbers of ``node``, and as which node: in their order, or ``swapped`` too."""
+    for user in node.users:
+        if is_same_order(user) or (swapped and is_swap(user)):
+            yield from readers(user, swapped=swapped)
+        else:
+            yield user, node
 
 
 def is_swap(node: fx.Node) -> bool:

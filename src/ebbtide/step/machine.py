@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.errors import UsageError
-from ebbtide.files import cache_directory, keep, read_saved
+from ebbtide.files import cache_directory, keep, read_record
 from ebbtide.names import did_you_mean
 
 __all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "keep_machine", "machine_named"]
@@ -234,14 +234,8 @@ def keep_machine(machine: Machine) -> Path | None:
 
 def _measured() -> Machine | None:
     """What was measured of the machine at hand; ``None`` if nothing was, or its file is no good."""
-    data = read_saved(_measured_path())
-    try:
-        if data is None or data["schema"] != _MEASURED_SCHEMA:
-            return None
-        machine = Machine.from_json(data["machine"])
-    except (LookupError, ValueError, TypeError, AttributeError):
-        return None
-    return machine if machine.name == "cpu" and not machine.links else None
+    found = read_record(_measured_path(), _MEASURED_SCHEMA, lambda data: Machine.from_json(data["machine"]))
+    return found if found is not None and found.name == "cpu" and not found.links else None
 
 
 def _measured_path() -> Path:

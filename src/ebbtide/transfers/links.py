@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import TierError, UsageError
-from ebbtide.files import cache_directory, keep, read_saved
+from ebbtide.files import cache_directory, keep, read_record
 from ebbtide.step.machine import Link, Machine, is_elsewhere, machine_named
 from ebbtide.tiers import Tier
 from ebbtide.transfers.disk import DiskTier, Region, free_bytes
@@ -269,16 +269,17 @@ def _keep(path: Path, links: _Measured) -> None:
 
 
 def _read(path: Path) -> _Measured | None:
-    data = read_saved(path)
-    try:
-        if data is None or data["schema"] != _SCHEMA or not 0 <= time.time() - data["when"] <= _VALID_SECONDS:
-            return None
-        found = _Measured(**{name: float(value) for name, value in data["link"].items()})
-    except (LookupError, ValueError, TypeError, AttributeError):
+    found = read_record(path, _SCHEMA, _lately_measured)
+    if found is None:
         return None
     rates = (found.out_bytes_per_second, found.in_bytes_per_second)
     sound = all(1.0 <= rate <= 1e15 for rate in rates) and 0 <= found.latency_seconds <= 10
     return found if sound and 0 <= found.compute_share < 1 else None
+
+
+def _lately_measured(data: dict[str, Any]) -> _Measured | None:
+    recent = 0 <= time.time() - data["when"] <= _VALID_SECONDS
+    return _Measured(**{name: float(value) for name, value in data["link"].items()}) if recent else None
 
 
 def _measure(tier: DiskTier) -> _Measured:

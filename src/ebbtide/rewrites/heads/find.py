@@ -28,18 +28,14 @@ from ebbtide.rewrites.heads.facts import HeadSizes
 from ebbtide.rewrites.heads.logit_path import (
     BENDS,
     READ_AGAIN,
-    NoHead,
     cut_of,
     is_call,
     path_back,
     path_to,
-    readers,
-    require,
-    seen_through,
 )
 from ebbtide.rewrites.once import once
-from ebbtide.rewrites.rule import Skipped
-from ebbtide.rewrites.views import SAME_ORDER
+from ebbtide.rewrites.rule import NoPlace, Skipped, require
+from ebbtide.rewrites.views import SAME_ORDER, readers, seen_through
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.graphs import arguments_of
 
@@ -151,7 +147,7 @@ def find_heads(captured: Captured) -> tuple[list[Head], list[Skipped]]:
     for node in captured.graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
         try:
             heads.append(_head(captured, node))
-        except NoHead as error:
+        except NoPlace as error:
             left.append(Skipped(source_of(node), str(error)))
     for node in captured.graph.find_nodes(op="call_function", target=_aten.nll_loss2d_forward.default):
         left.append(Skipped(source_of(node), "classes are not the last dimension: flatten to N x V and N"))
@@ -293,7 +289,7 @@ def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> Smoothing 
     """What smoothed labels add (definition 3); ``None`` where the log-probabilities get the gradient of the loss alone.
 
     Raises:
-        NoHead: if they get something else.
+        NoPlace: if they get something else.
     """
     why = "the gradient of its log-probabilities has other readers (another loss of the same logits)"
     found = [user for user, _ in readers(backward)]
@@ -322,7 +318,7 @@ def _only_read_by(
     """Outputs of the forward that are ``node``, which nobody else reads than ``expected``.
 
     Raises:
-        NoHead: if somebody does, or if ``returned`` is false and there are such outputs.
+        NoPlace: if somebody does, or if ``returned`` is false and there are such outputs.
     """
     outputs: list[fx.Node] = []
     for user, read in readers(node):
@@ -372,7 +368,7 @@ def _products(source: fx.Node, h: fx.Node, wt: fx.Node) -> tuple[fx.Node, fx.Nod
             require(list(arguments_of(user)[1]) == [0], "the gradient of the bias is no sum over rows")
             sums.append(user)
         else:
-            raise NoHead("the gradient of the logits has other readers")
+            raise NoPlace("the gradient of the logits has other readers")
     require(len(hidden) == 1, "nothing before the head is trained")
     require(len(weights) <= 1 and len(sums) <= 1, "the head's weight is used twice")
     require(bool(weights) or not sums, "the bias is trained and the weight is not")

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from ebbtide.capture.joint import Captured, reread
+from ebbtide.capture.joint import Captured
 from ebbtide.errors import InternalError
 from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.graphs import ChangedGraph, after_tangents
 from ebbtide.rewrites.heads.facts import column_facts, row_facts, softmax_facts
 from ebbtide.rewrites.heads.find import VIEWS, Head, find_heads
 from ebbtide.rewrites.heads.kernels import GUESSED, HEAD_OPS, KEPT, ROWS
@@ -29,7 +30,6 @@ from ebbtide.step.rewrite import Rewrite
 from ebbtide.torch_seams.aot import is_tangent
 from ebbtide.torch_seams.dispatcher import OpOverload
 from ebbtide.torch_seams.fake_tensors import mode_of
-from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten"]
 
@@ -101,15 +101,12 @@ def facts_of(head: Head, rewrite: Rewrite) -> list[Fact]:
 
 def rewritten(captured: Captured, rewrite: Rewrite) -> Captured:
     """``captured`` with ``rewrite`` in it; the one that is given is left as it is."""
-    graph = fx.Graph(owning_module=captured.graph.owning_module)
-    nodes: dict[fx.Node, fx.Node] = {}
-    results = graph.graph_copy(captured.graph, nodes)
-    graph.output(tuple(tree_leaves(results))).meta = dict(captured.graph.output_node().meta)
     head = next((each for each in find_heads(captured)[0] if each.loss.name == rewrite.at), None)
     if head is None:
         raise InternalError(f"the captured step has no head at {rewrite.at}")
-    _Writer(graph, nodes, head, rewrite).write()
-    return reread(captured, graph)
+    changed = ChangedGraph(captured)
+    _Writer(changed, head, rewrite).write()
+    return changed.captured()
 
 
 def _guess_cone(head: Head) -> list[fx.Node] | None:
@@ -121,7 +118,7 @@ def _guess_cone(head: Head) -> list[fx.Node] | None:
     seen: set[fx.Node] = set()
     place = {node: index for index, node in enumerate(head.loss.graph.nodes)}
     there = place[_place_of(head)]
-    late = _after_tangents(head.loss.graph)
+    late = after_tangents(head.loss.graph)
 
     def visit(node: fx.Node) -> bool:
         if node in seen:
@@ -146,7 +143,7 @@ def _place_of(head: Head) -> fx.Node:
     """Before this node goes the forward's op: before what reads the loss and before all of the backward."""
     readers = {reader for element in head.loss.users for reader in element.users}
     readers |= set() if head.smoothing is None else set(head.smoothing.sums.users)
-    late = _after_tangents(head.loss.graph)
+    late = after_tangents(head.loss.graph)
     later = False
     for node in head.loss.graph.nodes:
         later |= node is head.loss
@@ -155,36 +152,24 @@ def _place_of(head: Head) -> fx.Node:
     return head.loss
 
 
-def _after_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a tangent, tangents among them."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and is_tangent(node)
-        if tangent or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 class _Writer:
     """Puts the ops of a form into a copy of the joint graph.
 
     Args:
-        graph: the copy.
-        nodes: from the captured graph's nodes to its.
+        changed: the copy.
         head: of the captured graph.
         rewrite: of ``head``.
     """
 
-    def __init__(self, graph: fx.Graph, nodes: dict[fx.Node, fx.Node], head: Head, rewrite: Rewrite) -> None:
-        self.graph, self.nodes, self.head = graph, nodes, head
+    def __init__(self, changed: ChangedGraph, head: Head, rewrite: Rewrite) -> None:
+        self.changed, self.graph, self.nodes, self.head = changed, changed.graph, changed.nodes, head
         self.form = rewrite.form
         known = head.arguments | dict(rewrite.settings)
         self.values = {name: self.nodes[each] if isinstance(each, fx.Node) else each for name, each in known.items()}
 
     def write(self) -> None:
-        """All of it; what it replaces goes where nothing else reads it."""
+        """All of it."""
         {KEPT: self._write_kept, GUESSED: self._guessed, ROWS: self._rows}[self.form]()
-        self.graph.lint()
 
     # -- the forms ------------------------------------------------------------------------------------------------
 
@@ -311,12 +296,9 @@ class _Writer:
         node.meta = dict(like.meta)
         with mode_of(self.head.product.meta["val"]), torch.no_grad():
             node.meta["val"] = op.target(*fx.map_arg(call, lambda each: each.meta["val"]))
-        made = [node] if len(op.gives) == 1 else [self._element(node, index) for index in range(len(op.gives))]
+        made = (
+            [node]
+            if len(op.gives) == 1
+            else [self.changed.element(node, index, node.meta) for index in range(len(op.gives))]
+        )
         self.values |= zip(op.gives, made, strict=True)
-
-    def _element(self, result: fx.Node, index: int) -> fx.Node:
-        with self.graph.inserting_after(result):
-            node = self.graph.call_function(operator.getitem, (result, index))
-        node.meta = dict(result.meta)
-        node.meta["val"] = result.meta["val"][index]
-        return node

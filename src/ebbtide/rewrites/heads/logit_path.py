@@ -7,7 +7,7 @@ is left, with the reason. A node is *seen through views* that keep the order of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,18 @@ import torch
 from torch import fx
 
 from ebbtide.rewrites.heads.logit_ops import CAST, DIV, MUL, TANH
-from ebbtide.rewrites.views import SAME_ORDER
+from ebbtide.rewrites.rule import NoPlace, require
+from ebbtide.rewrites.views import readers, seen_through
 from ebbtide.torch_seams.graphs import arguments_of
 
 __all__ = [
     "BENDS",
     "READ_AGAIN",
     "LogitPath",
-    "NoHead",
     "cut_of",
     "is_call",
     "path_back",
     "path_to",
-    "readers",
-    "require",
-    "seen_through",
 ]
 
 _aten = torch.ops.aten
@@ -38,36 +35,6 @@ BENDS = {_aten.div.Tensor: DIV, _aten.mul.Tensor: MUL, _aten.tanh.default: TANH}
 READ_AGAIN = frozenset({_aten.tanh_backward.default})
 """What reads the result of one of these for its gradient."""
 _CUT_FIRST = "logits are scaled or capped after they are cut: cut them after that"
-
-
-class NoHead(Exception):
-    """It is no head."""
-
-
-def require(holds: bool, why: str) -> None:
-    """Refuse what does not hold.
-
-    Raises:
-        NoHead: with ``why``.
-    """
-    if not holds:
-        raise NoHead(why)
-
-
-def seen_through(node: Any) -> Any:
-    """Towards what makes the numbers of ``node``."""
-    while isinstance(node, fx.Node) and node.target in SAME_ORDER:
-        node = arguments_of(node)[0]
-    return node
-
-
-def readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads the numbers of ``node``, and as which node."""
-    for user in node.users:
-        if user.target in SAME_ORDER:
-            yield from readers(user)
-        else:
-            yield user, node
 
 
 def is_call(node: object, *targets: Callable[..., Any]) -> bool:
@@ -122,7 +89,7 @@ def _require_bends(node: fx.Node) -> None:
     """That ``node`` scales by a number, or bends, its operand as it lies."""
     source, *numbers = arguments_of(node)
     if is_call(seen_through(source), _aten.slice.Tensor):
-        raise NoHead(_CUT_FIRST)
+        raise NoPlace(_CUT_FIRST)
     numeric = all(isinstance(each, int | float) and float(each) == each for each in numbers)
     require(numeric and not node.kwargs, "the logits are scaled by a tensor before the loss")
     before, after = source.meta["val"], node.meta["val"]
@@ -131,7 +98,7 @@ def _require_bends(node: fx.Node) -> None:
 
 
 def path_to(node: fx.Node) -> LogitPath:
-    """From what a log-softmax reads back to what makes its logits; raises :class:`NoHead`."""
+    """From what a log-softmax reads back to what makes its logits; raises :class:`NoPlace`."""
     steps: list[fx.Node] = []
     found: dict[object, fx.Node] = {}
     made = seen_through(node)
@@ -140,7 +107,7 @@ def path_to(node: fx.Node) -> LogitPath:
         if kind in BENDS:
             _require_bends(made)
         elif kind is _aten.slice.Tensor and any(each.target in BENDS for each in steps):
-            raise NoHead(_CUT_FIRST)
+            raise NoPlace(_CUT_FIRST)
         elif kind is _aten.clone.default:
             source = seen_through(arguments_of(made)[0])
             require(is_call(source, _aten.slice.Tensor), "the logits are copied before the loss")

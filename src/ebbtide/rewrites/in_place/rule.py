@@ -9,13 +9,13 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from ebbtide.capture.joint import Captured, reread
+from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.graphs import ChangedGraph, text_of
 from ebbtide.rewrites.in_place.chains import Chain, Overwrite, chains_of, kind_of, operands_of
 from ebbtide.rewrites.in_place.facts import overwriting_fact
 from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
@@ -25,7 +25,6 @@ from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.rule import Estimate, Rule
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
-from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["InPlaceRule"]
 
@@ -54,15 +53,10 @@ class InPlaceRule(Rule):
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """All chains of the kinds that ``rewrites`` name."""
         kinds = {kind_of(step, _op_at(step, each), each["operand"]) for each in rewrites}
-        graph = fx.Graph(owning_module=step.graph.owning_module)
-        nodes: dict[fx.Node, fx.Node] = {}
-        results = graph.graph_copy(step.graph, nodes)
-        graph.output(tuple(tree_leaves(results))).meta = dict(step.graph.output_node().meta)
-        writer = _Writer(step, graph, nodes)
+        changed = ChangedGraph(step)
         for chain in chains_of(step, lean=rewrites[0].form == LEAN, kinds=kinds):
-            writer.write(chain)
-        graph.lint()
-        return reread(step, graph)
+            _write(changed, chain)
+        return changed.captured()
 
     def estimates(
         self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
@@ -113,83 +107,34 @@ def _op_at(step: Captured, rewrite: Rewrite) -> int:
     raise LookupError(f"it has no op at {rewrite.at} that can write over its operand")
 
 
-class _Writer:
-    """Puts chains into a copy of the joint graph.
-
-    Args:
-        step: whose graph it is.
-        graph: the copy.
-        nodes: from the step's nodes to the copy's.
-    """
-
-    def __init__(self, step: Captured, graph: fx.Graph, nodes: dict[fx.Node, fx.Node]) -> None:
-        self.step, self.graph, self.nodes = step, graph, nodes
-        self.order = {node: index for index, node in enumerate(step.graph.nodes)}
-        self.hoisted: set[fx.Node] = set()
-
-    def write(self, chain: Chain) -> None:
-        """One chain in the place of its ops."""
-        head = self.step.op_nodes[chain.head]
-        given = _inputs_of(self.step, chain)
-        for each in given:
-            self._hoist(each, head)
-        old = self.nodes[head]
-        overwrites = [self.nodes[self.step.op_nodes[overwrite.op]] for overwrite in chain.overwrites]
-        last = {overwrite.element: self.step.op_nodes[overwrite.op] for overwrite in chain.overwrites}
-        with self.graph.inserting_before(old):
-            name = f"{self.step.op_nodes[chain.overwrites[-1].op].name}_in_place"
-            args = tuple(self.nodes[each] for each in given)
-            node = self.graph.create_node("call_function", _target(self.step, chain, given), args, name=name)
-        node.meta = dict(old.meta)
-        ops = [chain.head, *(overwrite.op for overwrite in chain.overwrites)]
-        node.meta[PARTS] = tuple(self.step.program.ops[each].name for each in ops)
-        if isinstance(head.meta["val"], torch.Tensor):
-            node.meta["val"] = last[0].meta["val"]
-            self._replace(last[0], node)
-        else:
-            self._several(node, old, last)
-        self._erase(old, overwrites)
-
-    def _several(self, node: fx.Node, old: fx.Node, last: Mapping[int, fx.Node]) -> None:
-        """The elements of a head with several results."""
-        values = list(old.meta["val"])
-        for element, overwrite in last.items():
-            values[element] = overwrite.meta["val"]
-        node.meta["val"] = tuple(values)
+def _write(changed: ChangedGraph, chain: Chain) -> None:
+    """Put one chain in the place of its ops."""
+    step, graph, nodes = changed.step, changed.graph, changed.nodes
+    head = step.op_nodes[chain.head]
+    given = _inputs_of(step, chain)
+    for each in given:
+        changed.hoist(each, head)
+    old = nodes[head]
+    last = {overwrite.element: step.op_nodes[overwrite.op] for overwrite in chain.overwrites}
+    with graph.inserting_before(old):
+        name = f"{step.op_nodes[chain.overwrites[-1].op].name}_in_place"
+        args = tuple(nodes[each] for each in given)
+        node = graph.create_node("call_function", _target(step, chain, given), args, name=name)
+    ops = [chain.head, *(overwrite.op for overwrite in chain.overwrites)]
+    node.meta = {**old.meta, PARTS: tuple(step.program.ops[each].name for each in ops)}
+    if isinstance(head.meta["val"], torch.Tensor):
+        node.meta["val"] = last[0].meta["val"]
+        made = {0: node}
+    else:
+        values = enumerate(old.meta["val"])
+        node.meta["val"] = tuple(last[index].meta["val"] if index in last else each for index, each in values)
         for user in list(old.users):
             if user.args[1] not in last:
                 user.update_arg(0, node)
-        for element, overwrite in last.items():
-            with self.graph.inserting_after(node):
-                made = self.graph.call_function(operator.getitem, (node, element))
-            made.meta = dict(node.meta)
-            made.meta.pop(PARTS)
-            made.meta["val"] = overwrite.meta["val"]
-            self._replace(overwrite, made)
-
-    def _replace(self, overwrite: fx.Node, node: fx.Node) -> None:
-        self.nodes[overwrite].replace_all_uses_with(node)
-        self.nodes[overwrite] = node
-
-    def _hoist(self, node: fx.Node, head: fx.Node) -> None:
-        """Views that come after ``head`` and are read by its chain go before it."""
-        if self.order[node] < self.order[head] or node in self.hoisted:
-            return
-        for each in node.all_input_nodes:
-            self._hoist(each, head)
-        self.hoisted.add(node)
-        self.nodes[head].prepend(self.nodes[node])
-
-    def _erase(self, head: fx.Node, overwrites: Sequence[fx.Node]) -> None:
-        """What nobody reads any more, from the last overwrite to the head, views between them included."""
-        for node in reversed([head, *overwrites]):
-            self._erase_views(node)
-            self.graph.erase_node(node)
-
-    def _erase_views(self, node: fx.Node) -> None:
-        for user in list(node.users):
-            self._erase_views(user)
-            self.graph.erase_node(user)
+        made = {element: changed.element(node, element, old.meta) for element in last}
+    for element, overwrite in last.items():
+        nodes[overwrite].replace_all_uses_with(made[element])
+        nodes[overwrite] = made[element]
 
 
 def _inputs_of(step: Captured, chain: Chain) -> list[fx.Node]:
@@ -207,12 +152,12 @@ def _target(step: Captured, chain: Chain, sources: Sequence[fx.Node]) -> InPlace
     """The call that a chain is."""
     graph = fx.Graph()
     inputs = {node: graph.placeholder(f"given_{index}") for index, node in enumerate(sources)}
-    words = {node: _Word(f"%{index}") for index, node in enumerate(sources)}
+    words = {node: f"%{index}" for index, node in enumerate(sources)}
     head = step.op_nodes[chain.head]
     args, kwargs = fx.map_arg((head.args, head.kwargs), inputs.__getitem__)
     assert callable(head.target)
     made = graph.call_function(head.target, args, kwargs)
-    says = [_says(head, words)]
+    says = [text_of(head.target, head.args, head.kwargs, words)]
     value = head.meta["val"]
     single = isinstance(value, torch.Tensor)
     results = {0: made} if single else {k: graph.call_function(operator.getitem, (made, k)) for k in range(len(value))}
@@ -232,19 +177,6 @@ def _target(step: Captured, chain: Chain, sources: Sequence[fx.Node]) -> InPlace
         assert form is not None
         results[overwrite.element] = graph.call_function(form[0], args, {**kwargs, form[1]: result})
         layouts[overwrite.element] = node.meta["val"]
-        says.append(_says(node, {**words, over: _Word(f"_{overwrite.element}{laid_out}")}))
+        says.append(text_of(node.target, node.args, node.kwargs, {**words, over: f"_{overwrite.element}{laid_out}"}))
     graph.output(results[0] if single else tuple(results.values()))
     return InPlace(graph, f"in_place[{'; '.join(says)}]")
-
-
-class _Word(str):
-    """Text that prints without quotes inside of argument lists."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _says(node: fx.Node, words: Mapping[fx.Node, Any]) -> str:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), words.__getitem__)
-    inner = [repr(each) for each in args] + [f"{key}={each!r}" for key, each in sorted(kwargs.items())]
-    return f"{node.target}({', '.join(inner)})"

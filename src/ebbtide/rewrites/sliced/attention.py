@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ebbtide.rewrites.sliced.axes import MIXES
-from ebbtide.rewrites.sliced.regions import Growth, require
+from ebbtide.rewrites.rule import require
+from ebbtide.rewrites.sliced.axes import MIXED_DIMENSION
+from ebbtide.rewrites.sliced.regions import Growth
 from ebbtide.rewrites.views import seen
 from ebbtide.torch_seams.graphs import arguments_of
 
@@ -57,12 +58,12 @@ class Attention(Growth):
         return False
 
     def looks_like_one(self, early: Iterable[fx.Node]) -> bool:
-        """Whether there is a softmax."""
-        return any(each.target in MIXES for each in self.members)
+        """Whether there is a softmax, or another op that mixes the keys."""
+        return any(each.target in MIXED_DIMENSION for each in self.members)
 
     def check(self, late: frozenset[fx.Node]) -> None:
-        """A softmax, and a product that reads what it gives."""
-        require(self.looks_like_one(()), "there is no softmax over the keys")
+        """Raise unless there is a softmax or its like, and a product that reads what it gives."""
+        require(self.looks_like_one(()), "there is no op that mixes the keys")
         products = [each for each in self.members if self.makes(each)]
         read = (seen(one, self.rank)[0] for each in products for one in each.all_input_nodes)
         require(self.members.isdisjoint(read), "a product reads them and makes more of them")

@@ -5,7 +5,7 @@
 2. Where the result of an op is *cut* along a dimension, each of its operands is cut along one dimension, or needed
    whole. Of a product, :data:`PRODUCTS` says which: letters name dimensions, and one that the result has not is summed,
    so that nothing can be cut along it. Of what makes each number of those in its place, operands are cut where the
-   result is; :data:`MIXES` names the ops that mix one dimension besides, along which they cannot be cut.
+   result is; :data:`MIXED_DIMENSION` names the ops that mix one dimension besides, along which they cannot be cut.
 3. What is given to an op whose result has more dimensions than its rank is *spread*: it has the last few of the
    dimensions that are taken for one, each as long or 1.
 """
@@ -27,7 +27,7 @@ from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise, schema_of
 from ebbtide.torch_seams.graphs import arguments_of
 
 __all__ = [
-    "MIXES",
+    "MIXED_DIMENSION",
     "PRODUCTS",
     "SPREAD",
     "Axis",
@@ -51,12 +51,13 @@ PRODUCTS: dict[object, str] = {
 }
 """Dimensions of operands and result; an operand with fewer has the last ones, and one of length 1 is for all."""
 _SUM_OF_ROWS = "nm->1m"
-MIXES: dict[object, int] = {
+MIXED_DIMENSION: dict[object, int] = {
     _aten._softmax.default: 1,
     _aten._safe_softmax.default: 1,
     _aten._softmax_backward_data.default: 2,
 }
-"""Ops whose result has the shape of what they read, with the position of the dimension that they mix."""
+"""Ops whose result has the shape of what they read and that mix one of its dimensions: by op, the position of the
+argument that names it, as a number or as a list of one."""
 SPREAD: Literal["spread"] = "spread"
 Cut = int | Literal["spread"] | None
 """How an operand is cut: along a dimension; spread, by definition 3; ``None`` where it is needed whole."""
@@ -164,12 +165,12 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def mixed_from_the_end(node: fx.Node) -> int | None:
-    """The dimension that an op of :data:`MIXES` mixes, counted from the last one, which is -1; ``None`` for others."""
-    position = MIXES.get(node.target)
-    if position is None:
+    """The dimension that an op of :data:`MIXED_DIMENSION` mixes, from the last one, -1, on; ``None`` for others."""
+    if node.target not in MIXED_DIMENSION:
         return None
-    dims = node.meta["val"].dim()
-    return arguments_of(node)[position] % dims - dims
+    named, dims = arguments_of(node)[MIXED_DIMENSION[node.target]], node.meta["val"].dim()
+    named = [named] if isinstance(named, int) else named
+    return named[0] % dims - dims if len(named) == 1 else None
 
 
 def can_be_cut(node: fx.Node, cut: int, rank: int) -> bool:

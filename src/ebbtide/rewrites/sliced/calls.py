@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ebbtide.rewrites.graphs import text_of
 from ebbtide.rewrites.once import once
 from ebbtide.rewrites.sliced.axes import (
-    MIXES,
+    MIXED_DIMENSION,
     Axis,
     Cut,
     is_product,
@@ -120,8 +121,9 @@ def moved_arguments(part: fx.Node, args: Sequence[Any]) -> tuple[Any, ...]:
     """``args`` of ``part`` with the dimension that it mixes counted from the last one, whatever comes before."""
     if (mixed := mixed_from_the_end(part)) is None:
         return tuple(args)
-    position = MIXES[part.target]
-    return (*args[:position], mixed, *args[position + 1 :])
+    position = MIXED_DIMENSION[part.target]
+    named = mixed if isinstance(args[position], int) else [mixed]
+    return (*args[:position], named, *args[position + 1 :])
 
 
 def workspace_of(call: SlicedCall, size: int) -> int:
@@ -216,10 +218,9 @@ class _Writer:
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         node = self.graph.call_function(target, args, dict(kwargs))
-        words = fx.map_arg((args, dict(kwargs)), lambda each: _Word(self._words[each]))
-        inner = [repr(each) for each in words[0]] + [f"{key}={each!r}" for key, each in sorted(words[1].items())]
+        text = text_of(target, args, kwargs, self._words)
         self._words[node] = f"_{len(self._says)}"
-        self._says.append(f"{target}({', '.join(inner)})")
+        self._says.append(text)
         return node
 
     def _text(self, inputs: Sequence[Cut]) -> str:
@@ -228,10 +229,3 @@ class _Writer:
         says = f"{leading}; {', '.join(map(str, inputs))}; {'; '.join(self._says)}; {returned}"
         names = ", ".join(str(part.target).split(".")[1] for part in self.parts)
         return f"by_{self.axis.name}[{names}; {hashlib.sha256(says.encode()).hexdigest()[:12]}]"
-
-
-class _Word(str):
-    """Text that prints without quotes inside of argument lists."""
-
-    def __repr__(self) -> str:
-        return str(self)

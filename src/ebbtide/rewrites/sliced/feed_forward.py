@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ebbtide.rewrites.sliced.regions import Growth, require
+from ebbtide.rewrites.rule import require
+from ebbtide.rewrites.sliced.regions import Growth
 from ebbtide.rewrites.views import seen
 from ebbtide.torch_seams.graphs import arguments_of
 

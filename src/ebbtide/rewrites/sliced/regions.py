@@ -22,24 +22,14 @@ from torch import fx
 
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.origin import module_of, source_of
+from ebbtide.rewrites.graphs import after_tangents
 from ebbtide.rewrites.once import once
-from ebbtide.rewrites.rule import Skipped
+from ebbtide.rewrites.rule import NoPlace, Skipped, require
 from ebbtide.rewrites.sliced.axes import Axis, can_be_cut, is_product, result_cut, swapped_cut
-from ebbtide.rewrites.views import is_same_order, is_swap, seen
-from ebbtide.torch_seams.aot import is_tangent
+from ebbtide.rewrites.views import readers, seen
 from ebbtide.torch_seams.graphs import arguments_of
 
-__all__ = ["Growth", "NoRegion", "Region", "bytes_of", "find_regions", "require"]
-
-
-class NoRegion(Exception):
-    """It is no region."""
-
-
-def require(holds: bool, why: str) -> None:
-    """Raise :class:`NoRegion` unless ``holds``."""
-    if not holds:
-        raise NoRegion(why)
+__all__ = ["Growth", "Region", "bytes_of", "find_regions"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,7 @@ class Growth:
         self.members: set[fx.Node] = set()
         self.closing: dict[str, set[fx.Node]] = {name: set() for name in self.axes}
         self._pending = [first]
-        self._why: NoRegion | None = None
+        self._why: NoPlace | None = None
 
     # -- what a kind of region says -------------------------------------------------------------------------------
 
@@ -146,15 +136,15 @@ class Growth:
                 continue
             try:
                 self._take(node)
-            except NoRegion as error:
+            except NoPlace as error:
                 self._why = self._why or error
                 continue
             self.members.add(node)
             self._pending += self.made_of(node) if self.keeps_places(node) else ()
-            for user, read in _readers(node):
+            for user, read in readers(node, swapped=True):
                 try:
                     self._read(user, read, node)
-                except NoRegion as error:
+                except NoPlace as error:
                     self._why = self._why or error
 
     def _take(self, node: fx.Node) -> None:
@@ -184,10 +174,10 @@ class Growth:
             if result_cut(user, positions[0], along, self.rank) is not None:
                 self.closing[name].add(user)
                 return
-        raise NoRegion(what)
+        raise NoPlace(what)
 
     def region(self, order: dict[fx.Node, int], late: frozenset[fx.Node]) -> Region:
-        """What has grown; raises :class:`NoRegion` where something in it has been in the way."""
+        """What has grown; raises :class:`NoPlace` where something in it has been in the way."""
         if self._why is not None:
             raise self._why
         self.check(late)
@@ -223,7 +213,7 @@ def find_regions(captured: Captured, kind: type[Growth]) -> tuple[list[Region], 
 
 def _grown(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[Skipped]]:
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
-    late = _after_tangents(captured.graph)
+    late = after_tangents(captured.graph)
     regions: list[Region] = []
     left: dict[str, Skipped] = {}
     done: set[fx.Node] = set()
@@ -235,30 +225,11 @@ def _grown(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[S
         done |= growth.members
         try:
             regions.append(growth.region(order, late))
-        except NoRegion as error:
+        except NoPlace as error:
             if growth.looks_like_one(growth.closing[kind.axes[0]] - late):
                 source = source_of(node)
                 left.setdefault(source, Skipped(source, f"{kind.whole}: {error}"))
     return regions, list(left.values())
-
-
-def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Who reads the numbers of ``node``, and as which node."""
-    for user in node.users:
-        if is_same_order(user) or is_swap(user):
-            yield from _readers(user)
-        else:
-            yield user, node
-
-
-def _after_tangents(graph: fx.Graph) -> frozenset[fx.Node]:
-    """All nodes that depend on a tangent."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        tangent = node.op == "placeholder" and is_tangent(node)
-        if tangent or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return frozenset(found)
 
 
 def _at_source(node: fx.Node) -> str:
