@@ -124,7 +124,7 @@ class Choice:
         return Choice(self.source, (*self.rewrites, *rewrites), self.stages, self.finish)
 
     def _missing(self, device: str) -> Iterator[tuple[Fact, bool | None]]:
-        """Of each rewrite the first fact that does not hold on ``device``, or of which nobody knows.
+        """The first fact of each rewrite that does not hold on ``device``, or of which nobody knows.
 
         Raises:
             LookupError: if the step has not what the rewrites replace.
@@ -348,7 +348,7 @@ def measure_ahead(captured: Captured, device: str, rules: Collection[str]) -> It
     costly = [rule.name for rule in RULES if rule.name in rules and not rule.free]  # the others take little to find out
 
     def of(stage: _Stage, rewrite: Rewrite) -> Iterator[tuple[str, bool | None]]:
-        """As far as :func:`_held` looks."""
+        """Facts of ``rewrite``, and of what stands for it, up to the first that decides whether it is used."""
         for each in _with_others(stage, rewrite):
             held: bool | None = True
             for fact in stage.rule.facts(stage.before, each):

@@ -66,7 +66,7 @@ class Rule:
     """One kind of rewrite. All steps that it is given are as captured, or as earlier rules have left them."""
 
     name: str
-    """As in ``Rewrite.rule``."""
+    """How rewrites name the rule (``Rewrite.rule``)."""
     free: ClassVar[bool] = False
     """Whether it costs no time (definition 2). Of its candidates, rewrites whose facts do not hold are left out; else
     all of the candidate is."""

@@ -16,7 +16,7 @@ from ebbtide.torch_seams import trees as pytree
 __all__ = ["overwriting_fact"]
 
 _ENOUGH_ELEMENTS = (2**20, 2**18, 2**16)
-"""Of a result, for a fact on fewer rows: times what a thread takes at a time (``at::internal::GRAIN_SIZE``, 2**15), as
+"""Elements of a result, for a fact on fewer rows: times what a thread takes at a time (``at::internal::GRAIN_SIZE``, 2**15), as
 many as there is room for. In the step an op that writes over its operand takes half of what trying it whole does.
 """
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +51,7 @@ def _bytes(spec: TensorSpec) -> int:
 
 
 def _fewer_rows(call: Call, elements: int) -> Call | None:
-    """The same call on the first rows, of a result of ``elements``, where its rows do not depend on each other.
+    """The call on its first rows alone, of a result of ``elements``, where its rows do not depend on each other.
 
     ``None`` where the whole result has no more.
     """
