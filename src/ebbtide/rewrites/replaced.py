@@ -144,7 +144,7 @@ def part_of(
 
 
 class _Unable(Exception):
-    """Definition 2 does not hold, or a workspace is not known."""
+    """The part cannot be run by itself (definition 2), or a workspace is not known."""
 
 
 class _Writer:

@@ -22,7 +22,7 @@ from ebbtide.step.rewrite import Rewrite
 __all__ = ["estimates"]
 
 _SCALARS_BYTES = 4096
-"""Of loss, weights and masks of one slice."""
+"""Bytes of loss, weights and masks of one slice."""
 
 
 def _longest(length: int, size: int) -> int:

@@ -223,7 +223,7 @@ def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
 # -- the softmax --------------------------------------------------------------------------------------------------
 
 _FEW_SLICES = 4
-"""Of rows, on which the softmax is tried where there is no room for all: a row of it depends on no other row."""
+"""Slices of rows on which the softmax is tried where there is no room for all: a row of it depends on no other row."""
 _FEW_CLASSES = 256
 """On which the loss is tried, which reads one number of each row."""
 

@@ -45,7 +45,7 @@ _aten = torch.ops.aten
 VIEWS = SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.slice.Tensor}
 """What is made of the gradients that a head gives, without new memory."""
 _LITTLE = 0.01
-"""Of the step's unplanned peak above its start: a head that holds less decides nothing."""
+"""Share of the step's unplanned peak above its start: a head that holds less decides nothing."""
 
 
 @dataclass(frozen=True)

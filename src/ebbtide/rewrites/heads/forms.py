@@ -35,9 +35,9 @@ __all__ = ["RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten"]
 
 RULE = "linear-cross-entropy"
 _PARTS = (4, 16, 64)
-"""Of N x V, what slices take at a time."""
+"""Slices take one over each of these of N x V at a time."""
 _PERCENTS = (75, 50, 25)
-"""Of the logits' gradient, what ``guessed`` may keep of its own forward."""
+"""Percent of the logits' gradient that ``guessed`` may keep of its own forward."""
 _MOST_GUESSED = 16
 """Elements of what a guess is computed through: a division by a count, a scale."""
 

@@ -34,7 +34,7 @@ _TYPES = {
     "logit_ops": "str",
     "dtype": "ScalarType",
 }
-"""Of arguments that are no ``Tensor``, as a schema writes them."""
+"""Types in a schema, of arguments that are no ``Tensor``."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class HeadRule(Rule):
     writes = frozenset({KEPT})
 
     def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
-        """The same form for all heads, of which a step has one but in odd models."""
+        """One form for all heads at a time; a step has one head but in odd models."""
         heads = worthwhile_heads(step)
         if not heads:
             return

@@ -16,7 +16,7 @@ from ebbtide.torch_seams import trees as pytree
 __all__ = ["overwriting_fact"]
 
 _ENOUGH_ELEMENTS = (2**20, 2**18, 2**16)
-"""Elements of a result, for a fact on fewer rows: times what a thread takes at a time (``at::internal::GRAIN_SIZE``, 2**15), as
+"""Elements of a result, for a fact on fewer rows: times what a thread takes at a time (2**15, GRAIN_SIZE of ATen), as
 many as there is room for. In the step an op that writes over its operand takes half of what trying it whole does.
 """
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

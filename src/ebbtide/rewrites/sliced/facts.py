@@ -22,7 +22,7 @@ __all__ = ["slice_facts"]
 _FEW_SLICES = 4
 """On which ops that make each number of those of its row are tried where there is no room for all."""
 _FEW_ROWS = 64
-"""Likewise, where slices are of columns."""
+"""Rows on which they are tried where slices are of columns."""
 
 
 def slice_facts(call: SlicedCall, size: int) -> Iterator[Fact]:

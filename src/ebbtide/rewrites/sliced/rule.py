@@ -32,7 +32,7 @@ from ebbtide.step.rewrite import Rewrite
 __all__ = ["ATTENTION", "FEED_FORWARD", "SlicedRule"]
 
 _LEAST = 0.05
-"""Of the step's floor: less is not worth what is made twice."""
+"""Share of the step's floor: less is not worth what is made twice."""
 
 
 @dataclass(frozen=True)
