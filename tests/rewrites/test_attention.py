@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,14 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ebbtide
 from ebbtide import options
 from ebbtide._api.estimate import capture_program
-from ebbtide._api.verify import Verifier
 from ebbtide.capture.claims import RewriteError
 from ebbtide.capture.joint import Captured
 from ebbtide.errors import BudgetError
 from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
-from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.choices import apply_proven
 from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.sliced.attention import Attention
 from ebbtide.rewrites.sliced.axes import SPREAD, Axis
@@ -34,8 +33,12 @@ from ebbtide.rewrites.sliced.facts import slice_facts
 from ebbtide.rewrites.sliced.regions import find_regions
 from ebbtide.rewrites.sliced.rule import ATTENTION as RULE
 from ebbtide.rewrites.sliced.rule import FEED_FORWARD
-from ebbtide.step.rewrite import Rewritten
-from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
+from ebbtide.step.unplanned import unplanned_schedule
+from sliced_steps import (
+    assert_captured_bits_and_predicted_bytes,
+    assert_estimated_workspace_is_the_measured_one,
+    assert_trains_as_eager_within,
+)
 
 aten = torch.ops.aten
 HEADS, WIDTH = 4, 12
@@ -176,55 +179,23 @@ def test_trains_as_eager_below_the_captured_steps_least(
 ) -> None:
     monkeypatch.setitem(options._RULES, "all", (RULE.name,))  # and nothing that might do as well
     with threads(count):
-        model = made(kind, dtype)
-        expected = history(copy.deepcopy(model), dtype)
         budget = int((0.9 if kind == "dropped" else 0.8) * least(made(kind, dtype), dtype))
-        ebbtide.plan(
-            made(kind, dtype), (data(dtype),), budget=budget, options=ebbtide.Options(rewrites="all", progress=None)
-        )  # finds out
-        ebbtide.fit(model, budget, progress=None, options=ebbtide.Options(rewrites="all"))
-        assert all(map(torch.equal, history(model, dtype), expected))
-        plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
-        assert plan is not None
-        assert plan.rewritten is not None
-        assert {each.rule for each in plan.rewritten.rewrites} == {RULE.name}
-        assert step is not None
-        assert step.measured_above_bytes is not None
-        assert plan.resident_bytes + step.measured_above_bytes <= budget
+        model_of = partial(made, kind, dtype)
+        assert_trains_as_eager_within(RULE, model_of, data(dtype), budget, lambda model: history(model, dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> None:
     model = made(kind)
-    step, program = captured_of(model, data())
-    verifier = Verifier(model, (data(),), {})
-    plain = ebbtide.plan(model, (data(),), budget="200%", options=ebbtide.Options(progress=None))
-    candidates = list(RULE.candidates(step))
+    captured = captured_of(model, data())
+    candidates = list(RULE.candidates(captured[0]))
     assert len(candidates) >= 2
-    for candidate in (candidates[0], candidates[-1]):
-        costed = Choice(step, candidate).costed("cpu", program)
-        assert costed is not None
-        assert len(RULE.prove(step, RULE.rewritten(step, candidate))) == 2
-        rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
-        plan = replace(
-            plain, program=costed.program, schedule=unplanned_schedule(costed.program), rewritten=rewritten, floor_op=0
-        )
-        found = verifier.check(plan)
-        assert found.differences == ()
-        assert found.measured_above_bytes <= found.predicted_above_bytes * 1.001 + 64
-        assert unplanned_bytes(costed.program) < unplanned_bytes(program)
+    ends = (candidates[0], candidates[-1])
+    assert_captured_bits_and_predicted_bytes(RULE, model, data(), captured, ends, calls=2)
 
 
 def test_estimated_workspace_is_the_measured_one() -> None:
-    step, program = captured_of(made("plain"), data())
-    for candidate in RULE.candidates(step):
-        choice = Choice(step, candidate)
-        costed = choice.costed("cpu", program)
-        assert costed is not None
-        for ours, measured in zip(choice.estimated(program).ops, costed.program.ops, strict=True):
-            if ours.name.endswith("_sliced"):
-                assert measured.workspace_bytes <= 1.02 * ours.workspace_bytes
-                assert ours.workspace_bytes <= 1.3 * measured.workspace_bytes
+    assert_estimated_workspace_is_the_measured_one(RULE, captured_of(made("plain"), data()))
 
 
 # -- slices -------------------------------------------------------------------------------------------------------

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,22 +14,25 @@ from torch.nn import functional as F
 import ebbtide
 from ebbtide import options
 from ebbtide._api.estimate import capture_program
-from ebbtide._api.verify import Verifier
 from ebbtide.capture.claims import RewriteError
 from ebbtide.capture.joint import Captured
 from ebbtide.errors import BudgetError
 from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
-from ebbtide.rewrites.choices import Choice, apply_proven
+from ebbtide.rewrites.choices import apply_proven
 from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.sliced.calls import InSlices, calls_of
 from ebbtide.rewrites.sliced.facts import slice_facts
 from ebbtide.rewrites.sliced.feed_forward import FeedForward
 from ebbtide.rewrites.sliced.regions import find_regions
 from ebbtide.rewrites.sliced.rule import FEED_FORWARD as RULE
-from ebbtide.step.rewrite import Rewritten
-from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
+from ebbtide.step.unplanned import unplanned_schedule
+from sliced_steps import (
+    assert_captured_bits_and_predicted_bytes,
+    assert_estimated_workspace_is_the_measured_one,
+    assert_trains_as_eager_within,
+)
 
 aten = torch.ops.aten
 
@@ -154,56 +156,21 @@ def test_trains_as_eager_below_the_captured_steps_least(
 ) -> None:
     monkeypatch.setitem(options._RULES, "all", (RULE.name,))  # and nothing that might do as well
     with threads(count):
-        model = layers_of(kind, dtype)
-        expected = history(copy.deepcopy(model), dtype)
         budget = int((0.75 if kind == "adapters" else 0.9) * least(layers_of(kind, dtype), dtype))
-        ebbtide.plan(
-            layers_of(kind, dtype),
-            (data(dtype),),
-            budget=budget,
-            options=ebbtide.Options(rewrites="all", progress=None),
-        )  # finds out where there is room
-        ebbtide.fit(model, budget, progress=None, options=ebbtide.Options(rewrites="all"))
-        assert all(map(torch.equal, history(model, dtype), expected))
-        plan, step = ebbtide.plan_of(model), ebbtide.step_of(model)
-        assert plan is not None
-        assert plan.rewritten is not None
-        assert "feed-forward" in {each.rule for each in plan.rewritten.rewrites}
-        assert step is not None
-        assert step.measured_above_bytes is not None
-        assert plan.resident_bytes + step.measured_above_bytes <= budget
+        made = partial(layers_of, kind, dtype)
+        assert_trains_as_eager_within(RULE, made, data(dtype), budget, lambda model: history(model, dtype))
 
 
 @pytest.mark.parametrize("kind", ["gelu", "adapters"])
 def test_each_way_has_the_captured_bits_and_the_predicted_bytes(kind: str) -> None:
     model = layers_of(kind)
-    step, program = captured_of(model, data())
-    verifier = Verifier(model, (data(),), {})
-    plain = ebbtide.plan(model, (data(),), budget="200%", options=ebbtide.Options(progress=None))
-    for candidate in RULE.candidates(step):
-        costed = Choice(step, candidate).costed("cpu", program)
-        assert costed is not None
-        assert len(RULE.prove(step, RULE.rewritten(step, candidate))) == KINDS[kind]
-        rewritten = Rewritten(costed.rewrites, program.seconds, unplanned_bytes(program))
-        plan = replace(
-            plain, program=costed.program, schedule=unplanned_schedule(costed.program), rewritten=rewritten, floor_op=0
-        )
-        found = verifier.check(plan)
-        assert found.differences == ()
-        assert found.measured_above_bytes <= found.predicted_above_bytes * 1.001 + 64
-        assert unplanned_bytes(costed.program) < unplanned_bytes(program)
+    captured = captured_of(model, data())
+    candidates = RULE.candidates(captured[0])
+    assert_captured_bits_and_predicted_bytes(RULE, model, data(), captured, candidates, KINDS[kind])
 
 
 def test_estimated_workspace_is_the_measured_one() -> None:
-    step, program = captured_of(layers_of("gated"), data())
-    for candidate in RULE.candidates(step):
-        choice = Choice(step, candidate)
-        costed = choice.costed("cpu", program)
-        assert costed is not None
-        for ours, measured in zip(choice.estimated(program).ops, costed.program.ops, strict=True):
-            if ours.name.endswith("_sliced"):
-                assert measured.workspace_bytes <= 1.02 * ours.workspace_bytes
-                assert ours.workspace_bytes <= 1.3 * measured.workspace_bytes
+    assert_estimated_workspace_is_the_measured_one(RULE, captured_of(layers_of("gated"), data()))
 
 
 # -- slices -------------------------------------------------------------------------------------------------------
