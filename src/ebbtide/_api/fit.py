@@ -344,8 +344,8 @@ def no_update(model: torch.nn.Module) -> AbstractContextManager[None]:
     Raises:
         UsageError: if the model is not fitted.
     """
-    inside = _fitted(model, "no_update").optimizers.in_backward
-    return nullcontext() if inside is None else inside.accumulating()
+    in_backward = _fitted(model, "no_update").optimizers.in_backward
+    return nullcontext() if in_backward is None else in_backward.accumulating()
 
 
 @with_known_keywords

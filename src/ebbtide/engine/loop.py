@@ -97,7 +97,7 @@ def train(
     """
     call = Call(module, forward, args, kwargs, device_of([module]), model.configuration.every_output)
     attempts = Attempts()
-    with _begun(model, call) as outside:
+    with _begun(model, call) as handled:
         while True:
             now = _look(model, call, attempts)
             if model.steps.is_no_graph(now):
@@ -121,7 +121,7 @@ def train(
             except BudgetError as error:
                 if not _more_can_be_found_out(model, step, call, now, attempts, error):
                     raise
-                forget_frames(error, outside)
+                forget_frames(error, handled)
                 error.with_traceback(None)  # this frame is in it, and holds the attempts, which hold the error
             except (CaptureError, InternalError) as error:
                 if step.piece.capture.symbolic and not step.forward_calls:
@@ -143,14 +143,14 @@ def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     collect_after_failed_captures()
     if model.gradient_watcher.watches:
         model.gradient_watcher.call_begins(parameters_in(call.module), first=not model.calls.planned)
-    outside, inside = sys.exception(), model.optimizers.in_backward
+    handled, in_backward = sys.exception(), model.optimizers.in_backward
     on_device = nullcontext() if call.device == "cpu" else on_device_of([call.module])  # may not be the current one
-    aside = nullcontext() if inside is None else inside.gradient_guard.suspended()
+    aside = nullcontext() if in_backward is None else in_backward.gradient_guard.suspended()
     try:
         with on_device, aside:
-            yield outside
+            yield handled
     except EbbtideError as error:
-        forget_frames(error, outside)  # or a batch that was refused would have a place in no later step
+        forget_frames(error, handled)  # or a batch that was refused would have a place in no later step
         raise
 
 
@@ -229,15 +229,15 @@ def _make(
         now = _settled(model, step, call, now)
         if (executable := _holding(model, step, now)) is not None:
             return now, executable
-        request, inside = model.request, model.optimizers.in_backward if now.updates else None
-        accumulating = now.accumulating and request.given_plan is None and inside is None
+        request, in_backward = model.request, model.optimizers.in_backward if now.updates else None
+        accumulating = now.accumulating and request.given_plan is None and in_backward is None
         captured = step.piece.captured_for(accumulating=accumulating)
-        if inside is not None:
-            inside.bind(call.module)
-            captured = inside.with_norms(captured)
+        if in_backward is not None:
+            in_backward.bind(call.module)
+            captured = in_backward.with_norms(captured)
         attempts.profiling = _profiling_budget(model, step, call, now, attempts.refused)
         with profiling_within(attempts.profiling), own_faults():
-            program = _cost(model, captured if inside is None else inside.with_updates(captured), now)
+            program = _cost(model, captured if in_backward is None else in_backward.with_updates(captured), now)
             demand = _demand(model, step, now)
             plan, tentative = plan_for(
                 PlanTask(
@@ -268,7 +268,7 @@ def _make(
             moves=plan.schedule.moves,
         )
         with own_faults():
-            return now, step.executable_for(captured, plan, validity, in_backward=inside)
+            return now, step.executable_for(captured, plan, validity, in_backward=in_backward)
 
 
 def _why(model: FittedModel, step: Step, call: Call, now: CallContext) -> str:

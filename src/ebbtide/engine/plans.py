@@ -63,7 +63,7 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
         learned: of the code around them.
         optimizers: of the model.
     """
-    windows, inside = learned.windows, optimizers.in_backward
+    windows, in_backward = learned.windows, optimizers.in_backward
     return Demand(
         request=request,
         resident_bytes=step.resident_bytes(now) + optimizers.state_not_planned_for_bytes(),
@@ -73,7 +73,7 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
         guess=_waits_for_a_loss(step, now, windows) or (bool(now.flying_bytes) and not now.was_expected),
         accumulating=now.accumulating,
         updates=now.updates,
-        settings=inside.settings if inside is not None and now.updates else (),
+        settings=in_backward.settings if in_backward is not None and now.updates else (),
         checkpointed=now.checkpointed,
         others_in_flight=bool(now.flying_bytes),
     )
@@ -141,8 +141,8 @@ class PlanTask:
     @property
     def finish(self) -> Finish:
         """What is done to a captured step after its rewrites."""
-        inside = self.optimizers.in_backward
-        return inside.with_updates if inside is not None and self.now.updates else itself
+        in_backward = self.optimizers.in_backward
+        return in_backward.with_updates if in_backward is not None and self.now.updates else itself
 
     @property
     def verify(self) -> bool | str:

@@ -1,4 +1,4 @@
-"""Of ``extra_guards``, ``code_guards`` and ``guard_makers``: what a trace has read is asked again.
+"""Canaries of ``extra_guards``, ``code_guards`` and ``guard_makers``: what a trace has read is asked again.
 
 A patch whose place is gone from torch is left out without a word, since releases differ in what they need. What it was
 for is tried out here, definition by definition.
