@@ -1,4 +1,4 @@
-"""Canaries of ``eager_answers``, ``conditions``, ``known_branches``, ``input_branches``, ``checks``, ``context_variables``."""
+"""Canaries of ``eager_answers``, ``conditions``, ``known_branches``, ``input_branches``, ``checks`` and others."""
 
 from __future__ import annotations
 
