@@ -1,4 +1,4 @@
-"""Canaries of ``eager_answers``, ``conditions``, ``known_branches``, ``input_branches``, ``checks`` and others."""
+"""For ``eager_answers``, ``conditions``, ``known_branches``, ``input_branches``, ``checks``, ``context_variables``."""
 
 from __future__ import annotations
 
