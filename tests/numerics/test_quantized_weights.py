@@ -167,7 +167,7 @@ class Outer(Scaled):
 
 def test_a_tensor_around_several_is_refused_before_anything_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing such a one may crash: kernels of what it wraps run while they are described."""
-    monkeypatch.setattr("ebbtide.torch_seams.compile_mode.OwnStance.compiling", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr("ebbtide.torch_seams.compile_mode.OwnCompileMode.compiling", lambda *_: pytest.fail("traced"))
     for kind in (Scaled, Outer):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         weight = kind(torch.ones(8, 8, dtype=torch.int8), torch.tensor(0.1))
