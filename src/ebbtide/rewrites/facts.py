@@ -58,7 +58,7 @@ class FactCache(EntryFile[bool]):
     """Facts on disk."""
 
     name = "facts"
-    schema = "ebbtide-facts/2"  # 1: slices of what rewrites make lay where they lie in the whole
+    schema = "ebbtide-facts/3"  # 2: ops whose last bits depend on the place were tried on few numbers
 
     def from_json(self, value: Any) -> bool:
         """Whether a fact holds; raises ``TypeError`` if ``value`` does not say so."""

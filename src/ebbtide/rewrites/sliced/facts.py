@@ -1,4 +1,11 @@
-"""The facts that calls in slices rest on: each op gives a slice the bits that it gives it among the whole."""
+"""The facts that calls in slices rest on: each op gives a slice the bits that it gives it among the whole.
+
+An elementwise kernel of the CPU computes most numbers in vectors and the *rest* one by one, by another function for
+some ops: of ``sigmoid``, ``silu``, ``gelu`` by ``tanh`` and ``pow`` one number in six to sixty has another last bit
+there, of ``gelu`` one in some thousands. So few numbers are in a rest that made-up ones may agree by chance. Whether an
+op is of that kind is asked on numbers enough, and if it is, its fact holds only where the slices have the rest that the
+whole has.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +22,7 @@ from ebbtide.rewrites.facts import Fact, made_up, own
 from ebbtide.rewrites.sliced.axes import Axis, Cut, Piece, is_product, operand_cut
 from ebbtide.rewrites.sliced.calls import SlicedCall, moved_arguments
 from ebbtide.rewrites.views import seen
+from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise
 from ebbtide.torch_seams.graphs import arguments_of
 
 __all__ = ["slice_facts"]
@@ -23,6 +31,12 @@ _FEW_SLICES = 4
 """On which ops that make each number of those of its row are tried where there is no room for all."""
 _FEW_ROWS = 64
 """Rows on which they are tried where slices are of columns."""
+_ALONE, _REST = 4096, 7
+"""Numbers on which it is asked whether a rest has other bits, and how many of them are computed at a time."""
+_VECTORS = 64
+"""Elements of the widest vectors, two at a time (``aten/src/ATen/native/cpu/Loops.h``), of 16-bit types with AVX512."""
+_GRAIN = 32768
+"""Elements from which a kernel uses another thread (``at::internal::GRAIN_SIZE``), whose own part has a rest too."""
 
 
 def slice_facts(call: SlicedCall, size: int) -> Iterator[Fact]:
@@ -124,14 +138,30 @@ class _OpFact:
         return math.prod(self.part.meta["val"].shape[: 1 - self.rank])
 
     def _holds(self, axis: Axis, specs: Sequence[TensorSpec]) -> bool:
+        by_place = self._depends_on_place()
         tensors = [made_up(spec, seed) for seed, spec in enumerate(specs)]
         whole = self._flat(self._call(tensors, inner=False))
+        if by_place and not _alike_in_vectors(
+            whole, [axis.part(whole, self.cut, each) for each in axis.pieces(self.size)]
+        ):
+            return False
         for piece in axis.pieces(self.size):
             given = [self._slice(axis, each, index, piece) for index, each in enumerate(tensors)]
             if not torch.equal(self._call(given, inner=True), axis.part(whole, self.cut, piece)):
                 return False
             del given  # before the next ones are made
         return True
+
+    def _depends_on_place(self) -> bool:
+        """Whether it is elementwise and gives a number other bits in a rest than in a vector."""
+        if not isinstance(self.part.target, OpOverload) or not is_pointwise(self.part.target):
+            return False
+        kinds = [(each.meta["val"].dtype, each.meta["val"].device.type) for each in self.tensors]
+        tensors = [made_up(TensorSpec((_ALONE,), (1,), *kind), seed) for seed, kind in enumerate(kinds)]
+        whole = self._call(tensors, inner=False)
+        rests = [slice(begin, begin + _REST) for begin in range(0, _ALONE, _REST)]
+        alone = [self._call([each[rest].clone() for each in tensors], inner=False) for rest in rests]
+        return not torch.equal(torch.cat(alone), whole)
 
     def _flat(self, tensor: Tensor) -> Tensor:
         """With as many dimensions as the rank, where it has more."""
@@ -150,6 +180,19 @@ class _OpFact:
             args[position] = each
         given = moved_arguments(self.part, args) if inner else args
         return self.part.target(*given, **self.part.kwargs)  # type: ignore[operator]
+
+
+def _alike_in_vectors(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether each number is in a vector in its part exactly if it is in the whole; no, where that is not certain."""
+    if not all(each.is_contiguous() for each in (whole, *parts)):  # columns: a rest in each row
+        return all(each.shape[-1] % _VECTORS == 0 for each in (whole, *parts))
+    return all(each.numel() % _VECTORS == 0 for each in parts[:-1]) and all(map(_is_shared_in_vectors, (whole, *parts)))
+
+
+def _is_shared_in_vectors(tensor: Tensor) -> bool:
+    """Whether no thread but the last has a rest of ``tensor``."""
+    threads = max(1, min(torch.get_num_threads(), math.ceil(tensor.numel() / _GRAIN)))
+    return threads == 1 or math.ceil(tensor.numel() / threads) % _VECTORS == 0
 
 
 def _bytes(spec: TensorSpec) -> int:
