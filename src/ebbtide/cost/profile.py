@@ -100,7 +100,7 @@ def run_alone(call: Call) -> Any:
     """What ``call`` returns on synthetic inputs. The generators are left as they were.
 
     Raises:
-        NoRoom: if it takes more than there is.
+        NotProfiled: if it takes more than there is.
     """
     with torch.random.fork_rng(), torch.no_grad():
         args, kwargs = arguments_for(call)

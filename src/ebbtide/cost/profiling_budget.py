@@ -93,7 +93,7 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     """Synthetic arguments of ``call``: floats are uniform or somebody's, integers zero, booleans true, pivots one.
 
     Raises:
-        NoRoom: by definition 3.
+        NotProfiled: by definition 3.
     """
     budget = _current.budget
     specs = [each for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, TensorSpec)]

@@ -23,7 +23,7 @@ from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import IN_THE_STEP
-from ebbtide.torch_seams.optimizers import is_of_torch, parameters_in
+from ebbtide.torch_seams.optimizers import is_of_torch, parameters_stepped_by
 
 __all__ = ["OptimizerLink"]
 
@@ -268,7 +268,7 @@ def _options_of(optimizer: torch.optim.Optimizer) -> object:
 
 
 def _parameter_count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(parameters_in(as_stepping(each))) for each in parts_of(optimizer))
+    return sum(len(parameters_stepped_by(as_stepping(each))) for each in parts_of(optimizer))
 
 
 def _names_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:
@@ -280,4 +280,4 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return set(map(id, parameters_in(optimizer)))
+    return set(map(id, parameters_stepped_by(optimizer)))

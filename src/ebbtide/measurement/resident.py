@@ -14,7 +14,7 @@ import torch
 from ebbtide.measurement.leftovers import left_bytes
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS
 from ebbtide.torch_seams.offloaded import is_offloaded
-from ebbtide.torch_seams.optimizers import gradient_of, parameters_in
+from ebbtide.torch_seams.optimizers import gradient_of, parameters_stepped_by
 from ebbtide.torch_seams.storages import (
     StorageWatch,
     buffer_table,
@@ -58,7 +58,7 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
     elif isinstance(root, torch.optim.Optimizer):
         for each in optimizers_in(root):
             yield from tensors_in(held_by(each))
-            yield from tensors_in(parameters_in(each))
+            yield from tensors_in(parameters_stepped_by(each))
     elif isinstance(root, _CONTAINERS):
         for value in root:
             yield from tensors_in(value)
@@ -210,7 +210,7 @@ def gradients_to_come(
 ) -> int:
     """Bytes of the gradients that a module's parameters do not have yet: of those that take one, or are trained."""
     parts = [] if optimizer is None else optimizers_in(optimizer)
-    trained = {id(each) for part in parts for each in parameters_in(part)}
+    trained = {id(each) for part in parts for each in parameters_stepped_by(part)}
     without = [
         each
         for each in module.parameters()

@@ -34,7 +34,7 @@ __all__ = [
     "is_of_step",
     "is_of_torch",
     "own_step",
-    "parameters_in",
+    "parameters_stepped_by",
     "reader",
     "set_gradient",
     "steps_otherwise",
@@ -48,7 +48,7 @@ _CLEARING: frozenset[CodeType] = frozenset(
 )
 
 
-def parameters_in(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def parameters_stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """The parameters of its groups, in the order in which it steps."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 

@@ -25,7 +25,7 @@ from ebbtide.planning.step_end import NOTHING_AFTER, SCALARS_BYTES, StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import NOT_KNOWN
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE
-from ebbtide.torch_seams.optimizers import parameters_in
+from ebbtide.torch_seams.optimizers import parameters_stepped_by
 from ebbtide.units import format_bytes
 
 __all__ = ["OptimizerStepCost", "end_of", "taken_in_words"]
@@ -79,7 +79,7 @@ def scalars_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _is_on_card(optimizer: torch.optim.Optimizer) -> bool:
-    return any(each.is_cuda for each in parameters_in(optimizer))
+    return any(each.is_cuda for each in parameters_stepped_by(optimizer))
 
 
 def taken_in_words(taken_bytes: int | None) -> str:
@@ -139,7 +139,7 @@ class OptimizerStepCost:
         key, had_state = self.key(trained), any(any(each.state.values()) for each in optimizers_in(self.optimizer))
 
         def refuse_more() -> None:
-            if self.key(trained) == key or all(each.grad is None for each in parameters_in(self.optimizer)):
+            if self.key(trained) == key or all(each.grad is None for each in parameters_stepped_by(self.optimizer)):
                 return
             # State may have been loaded since.
             state = sum(storages_in([kept_by(each) for each in optimizers_in(self.optimizer)]).values())

@@ -12,7 +12,7 @@ from ebbtide.measurement.resident import storages_in
 from ebbtide.optimizer.cost.step_bytes import step_bytes
 from ebbtide.optimizer.state.future_bytes import future_state_sizes
 from ebbtide.optimizer.state.options import settings_of
-from ebbtide.torch_seams.optimizers import parameters_in
+from ebbtide.torch_seams.optimizers import parameters_stepped_by
 
 __all__ = ["UpdateCosts"]
 
@@ -35,7 +35,7 @@ class UpdateCosts:
         self._device = device
         self._bytes_of: dict[object, int] = {}
         self._state = sum(future_state_sizes(optimizer)) + sum(storages_in([list(optimizer.state.values())]).values())
-        self._trained = sum(each.nbytes for each in parameters_in(optimizer))
+        self._trained = sum(each.nbytes for each in parameters_stepped_by(optimizer))
 
     def of(self, group: int, parameter: torch.Tensor) -> tuple[int, int]:
         """Bytes that an update of ``parameter``, of the group at ``group``, takes, and that it reads and writes.

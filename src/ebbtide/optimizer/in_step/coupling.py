@@ -30,7 +30,7 @@ from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.compiling_flag import while_nothing_is_captured
 from ebbtide.torch_seams.dispatcher import Draws
 from ebbtide.torch_seams.fake_tensors import without_modes
-from ebbtide.torch_seams.optimizers import hook_bases, parameters_in, steps_otherwise
+from ebbtide.torch_seams.optimizers import hook_bases, parameters_stepped_by, steps_otherwise
 from ebbtide.torch_seams.storages import storage_key
 
 __all__ = ["refuse_coupled_steps"]
@@ -67,7 +67,7 @@ def refuse_coupled_steps(optimizer: torch.optim.Optimizer) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise _refusal(f"{kind} is made with differentiable=True, and its step is a part of somebody's graph")
-    if _overlap(parameters_in(optimizer)):
+    if _overlap(parameters_stepped_by(optimizer)):
         raise _refusal(
             "two parameters lie in the same memory (one was given the other's .data), and which is stepped first "
             "decides; tie weights by one Parameter in both places"
@@ -110,7 +110,7 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
             return "draws random numbers while it steps, which come in the order of its parameters"
         if hooks:
             return "calls its hooks from below its own step"
-        for each in parameters_in(together):
+        for each in parameters_stepped_by(together):
             each.grad = None
         if _bits(together) != _bits(alone):
             return (
@@ -127,7 +127,7 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
 def _bits(optimizer: torch.optim.Optimizer) -> list[object]:
     """All bits of parameters, their gradients and their state, with the numbers among that."""
     found: list[object] = []
-    for each in parameters_in(optimizer):
+    for each in parameters_stepped_by(optimizer):
         state = optimizer.state[each]
         found += [number for number in state.values() if isinstance(number, bool | int | float)]
         for tensor in tensors_in([each, state]):

@@ -32,7 +32,7 @@ from ebbtide.optimizer.offload.batch import Batch
 from ebbtide.optimizer.state.options import settings_of
 from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.offloaded import can_offload, is_offloaded, own_memory
-from ebbtide.torch_seams.optimizers import closure_in, first_of_step_pre_hooks, parameters_in, with_closure
+from ebbtide.torch_seams.optimizers import closure_in, first_of_step_pre_hooks, parameters_stepped_by, with_closure
 from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.traffic import Traffic
 
@@ -158,7 +158,7 @@ class OptimizerOffload:
         optimizer = self._optimizer()
         assert optimizer is not None, "a fitted model holds its optimizer"
         parts, groups = optimizers_in(optimizer), optimizer.param_groups
-        parameters = [(id(each), each.requires_grad) for each in parameters_in(optimizer)]
+        parameters = [(id(each), each.requires_grad) for each in parameters_stepped_by(optimizer)]
         states, settings = [len(each.state) for each in parts], settings_of(vars(optimizer), *groups)
         key = (states, parameters, settings, self._moving_bytes, self.path.name)
         if self._forecast[0] != key:
@@ -187,7 +187,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Plain tensors of its state on the devices of its parameters, each once; parameters and gradients are no state."""
-    parameters = parameters_in(optimizer)
+    parameters = parameters_stepped_by(optimizer)
     devices = {each.device for each in parameters}
     seen = {id(each) for parameter in parameters for each in (parameter, parameter.grad)}
     for each in _tensors([kept_by(part) for part in optimizers_in(optimizer)]):

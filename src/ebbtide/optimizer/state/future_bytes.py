@@ -22,7 +22,7 @@ from ebbtide.optimizer.state.options import options_of
 from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
-from ebbtide.torch_seams.optimizers import parameters_in
+from ebbtide.torch_seams.optimizers import parameters_stepped_by
 
 __all__ = ["future_state_bytes", "future_state_sizes"]
 
@@ -82,7 +82,7 @@ def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
 
 def _keeps_for_others(optimizer: torch.optim.Optimizer, parts: Iterable[torch.optim.Optimizer]) -> bool:
     """Whether one that it holds has stepped other parameters in the place of its own, as of copies in float32."""
-    own = set(map(id, parameters_in(optimizer)))
+    own = set(map(id, parameters_stepped_by(optimizer)))
     return any(
         id(key) not in own and value for each in parts if each is not optimizer for key, value in each.state.items()
     )
