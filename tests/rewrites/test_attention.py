@@ -25,7 +25,6 @@ from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
 from ebbtide.rewrites.choices import apply_proven
-from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.sliced.attention import Attention
 from ebbtide.rewrites.sliced.axes import SPREAD, Axis
 from ebbtide.rewrites.sliced.calls import InSlices, calls_of
@@ -374,7 +373,7 @@ def calls(after: Captured) -> list[fx.Node]:
 
 def _inner(node: fx.Node, target: object) -> fx.Node:
     assert isinstance(node.target, InSlices)
-    return next(each for each in node.target.graph.nodes if each.target is target)
+    return next(each for each in node.target.reference.nodes if each.target is target)
 
 
 def _another_operand(after: Captured) -> None:
@@ -418,9 +417,9 @@ def _swapped_once_more(after: Captured) -> None:
     """Probabilities of which queries and keys are as many."""
     node = calls(after)[0]
     assert isinstance(node.target, InSlices)
-    inner = [each for each in node.target.graph.nodes if each.target is aten.bmm.default][-1]
-    with node.target.graph.inserting_before(inner):
-        swapped = node.target.graph.call_function(aten.transpose.int, (inner.args[0], 1, 2))
+    inner = [each for each in node.target.reference.nodes if each.target is aten.bmm.default][-1]
+    with node.target.reference.inserting_before(inner):
+        swapped = node.target.reference.call_function(aten.transpose.int, (inner.args[0], 1, 2))
     inner.args = (swapped, *inner.args[1:])
 
 
@@ -439,14 +438,14 @@ def _another_constant(after: Captured) -> None:
 
 
 def _a_part_left_out(after: Captured) -> None:
-    node = calls(after)[1]
-    node.meta[PARTS] = node.meta[PARTS][:-1]
+    inner = _inner(calls(after)[0], aten.add.Tensor)
+    inner.replace_all_uses_with(inner.all_input_nodes[0])
 
 
 def _other_results(after: Captured) -> None:
     node = calls(after)[1]
     assert isinstance(node.target, InSlices)
-    output = node.target.graph.output_node()
+    output = node.target.reference.output_node()
     output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
 
 

@@ -21,7 +21,6 @@ from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
 from ebbtide.rewrites.choices import apply_proven
-from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.sliced.calls import InSlices, calls_of
 from ebbtide.rewrites.sliced.facts import slice_facts
 from ebbtide.rewrites.sliced.feed_forward import FeedForward
@@ -273,7 +272,7 @@ def call_by(after: Captured, axis: str) -> fx.Node:
 
 def _inner(node: fx.Node, target: object) -> fx.Node:
     assert isinstance(node.target, InSlices)
-    return next(each for each in node.target.graph.nodes if each.target is target)
+    return next(each for each in node.target.reference.nodes if each.target is target)
 
 
 def _another_operand(after: Captured) -> None:
@@ -310,14 +309,14 @@ def _another_place(after: Captured) -> None:
 
 
 def _a_part_left_out(after: Captured) -> None:
-    node = call_by(after, "rows")
-    node.meta[PARTS] = node.meta[PARTS][:-1]
+    inner = _inner(call_by(after, "rows"), aten.silu.default)
+    inner.replace_all_uses_with(inner.all_input_nodes[0])
 
 
 def _other_results(after: Captured) -> None:
     node = call_by(after, "columns")
     assert isinstance(node.target, InSlices)
-    output = node.target.graph.output_node()
+    output = node.target.reference.output_node()
     output.args = (tuple(reversed(output.args[0])),)  # type: ignore[arg-type]
 
 

@@ -27,10 +27,9 @@ from ebbtide.rewrites import choices, facts
 from ebbtide.rewrites.choices import Choice, apply_proven
 from ebbtide.rewrites.in_place.chains import chains_of
 from ebbtide.rewrites.in_place.facts import overwriting_fact
-from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
-from ebbtide.rewrites.in_place.proof import prove_in_place
+from ebbtide.rewrites.in_place.forms import InPlace, operands_of, overwriting_form
 from ebbtide.rewrites.in_place.rule import InPlaceRule
-from ebbtide.rewrites.rewrite_proof import PARTS
+from ebbtide.rewrites.reference import PART, parts_of
 from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from random_models import random_case
@@ -182,11 +181,11 @@ def test_an_argument_is_never_written_over() -> None:
     graph = fx.Graph()
     given = graph.placeholder("given")
     same = graph.call_function(aten.view.default, (given, [6]))
-    made = graph.call_function(aten.neg.out, (same,), {"out": same})
+    made = graph.call_function(aten.neg.default, (same,))
     graph.output(made)
     given_ = torch.ones(2, 3)
     with pytest.raises(InternalError, match="would write to an argument"):
-        InPlace(graph, "broken")(given_)
+        InPlace(graph, {made: 0})(given_)
     assert torch.equal(given_, torch.ones(2, 3))
 
 
@@ -242,19 +241,20 @@ def rewritten_block() -> tuple[Captured, Captured]:
     candidate = list(RULE.candidates(step))[-1]
     after, _ = apply_proven(step, candidate)
     prove(after, lower(after, unplanned_schedule(after.program)))
-    assert len(prove_in_place(step, after)) == len(chains_of(step, lean=False))
+    assert len(RULE.prove(step, after)) == len(chains_of(step, lean=False))
     return step, after
 
 
 def chain_with(after: Captured, part: str) -> fx.Node:
-    return next(n for n in after.graph.nodes if isinstance(n.target, InPlace) and part in n.meta[PARTS][-1])
-
-
-def overwriting(node: fx.Node) -> fx.Node:
-    assert isinstance(node.target, InPlace)
     return next(
-        each for each in reversed(node.target.graph.nodes) if each.op == "call_function" and "out" in each.kwargs
+        n for n in after.graph.nodes if isinstance(n.target, InPlace) and part in parts_of(n.target.reference)[-1]
     )
+
+
+def last_of(node: fx.Node) -> fx.Node:
+    """The op of a chain that writes last."""
+    assert isinstance(node.target, InPlace)
+    return list(node.target.over)[-1]
 
 
 def _another_operand(after: Captured) -> None:
@@ -275,36 +275,56 @@ def _another_constant(after: Captured) -> None:
         each
         for node in after.graph.nodes
         if isinstance(node.target, InPlace)
-        for each in node.target.graph.nodes
-        if each.target is aten.mul.out and isinstance(each.args[1], float)
+        for each in node.target.over
+        if each.target is aten.mul.Tensor and isinstance(each.args[1], float)
     )
     inner.update_arg(1, 3.0)
 
 
 def _another_op(after: Captured) -> None:
-    overwriting(chain_with(after, "add")).target = aten.sub.out
+    last_of(chain_with(after, "add")).target = aten.sub.Tensor
 
 
 def _over_something_else(after: Captured) -> None:
-    inner = overwriting(chain_with(after, "add"))
-    inner.update_kwarg("out", next(n for n in inner.graph.nodes if n.op == "placeholder"))
-
-
-def _a_part_left_out(after: Captured) -> None:
     node = chain_with(after, "add")
-    node.meta[PARTS] = node.meta[PARTS][:-1]
+    assert isinstance(node.target, InPlace)
+    inner = last_of(node)
+    node.target.over[inner] = 1 - node.target.over[inner]
+
+
+def _over_what_is_given(after: Captured) -> None:
+    inner = last_of(chain_with(after, "add"))
+    inner.replace_input_with(operands_of(inner)[0], next(n for n in inner.graph.nodes if n.op == "placeholder"))
+
+
+def _read_later(after: Captured) -> None:
+    """What is written over, by another op of the chain."""
+    node = chain_with(after, "add")
+    assert isinstance(node.target, InPlace)
+    inner = last_of(node)
+    over = operands_of(inner)[node.target.over[inner]]
+    graph = node.target.reference
+    with graph.inserting_before(graph.output_node()):
+        again = graph.node_copy(inner, lambda each: each)
+    assert list(over.users) == [inner, again]
 
 
 def _another_part(after: Captured) -> None:
-    node = chain_with(after, "_softmax_backward_data")
-    node.meta[PARTS] = (*node.meta[PARTS][:-1], "add")
+    last_of(chain_with(after, "_softmax_backward_data")).meta[PART] = "add"
 
 
 def _what_is_returned(after: Captured) -> None:
     node = chain_with(after, "add")
     assert isinstance(node.target, InPlace)
-    output = node.target.graph.output_node()
-    output.args = (next(n for n in node.target.graph.nodes if n.op == "placeholder"),)
+    output = node.target.reference.output_node()
+    output.args = (next(n for n in node.target.reference.nodes if n.op == "placeholder"),)
+
+
+def _what_is_written_over(after: Captured) -> None:
+    node = chain_with(after, "add")
+    assert isinstance(node.target, InPlace)
+    inner = last_of(node)
+    node.target.reference.output_node().args = (operands_of(inner)[node.target.over[inner]],)
 
 
 def _outputs_swapped(after: Captured) -> None:
@@ -321,9 +341,11 @@ MUTANTS = [
     _another_constant,
     _another_op,
     _over_something_else,
-    _a_part_left_out,
+    _over_what_is_given,
+    _read_later,
     _another_part,
     _what_is_returned,
+    _what_is_written_over,
     _outputs_swapped,
 ]
 
@@ -333,7 +355,7 @@ def test_the_proof_sees_mutants(mutate: Callable[[Captured], None]) -> None:
     step, after = rewritten_block()
     mutate(after)
     with pytest.raises(RewriteError):
-        prove_in_place(step, after)
+        RULE.prove(step, after)
 
 
 WRONG = ["it is read twice", "it is laid out otherwise", "a half of it is read"]
@@ -352,7 +374,7 @@ def test_the_proof_sees_what_must_not_be_written_over(why: str, monkeypatch: pyt
     monkeypatch.setattr("ebbtide.rewrites.in_place.rule.chains_of", lambda *_, **__: taken)
     candidate = next(RULE.candidates(step))
     with pytest.raises((RewriteError, RuntimeError, UserWarning)):  # or it cannot even be written
-        prove_in_place(step, RULE.rewritten(step, candidate))
+        RULE.prove(step, RULE.rewritten(step, candidate))
 
 
 # -- plans --------------------------------------------------------------------------------------------------------

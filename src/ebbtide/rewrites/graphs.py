@@ -1,4 +1,4 @@
-"""What rules write: a changed copy of a step's joint graph, and the text of a call inside of one of their own."""
+"""What rules write: a changed copy of a step's joint graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ebbtide.capture.joint import Captured, reread
 from ebbtide.torch_seams.aot import is_tangent
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["ChangedGraph", "after_tangents", "text_of"]
+__all__ = ["ChangedGraph", "after_tangents"]
 
 
 class ChangedGraph:
@@ -68,17 +68,3 @@ def after_tangents(graph: fx.Graph) -> frozenset[fx.Node]:
         if tangent or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return frozenset(found)
-
-
-def text_of(target: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], words: Mapping[fx.Node, str]) -> str:
-    """A call, with ``words`` for the nodes that it reads; the same in every process."""
-    said = fx.map_arg((args, dict(kwargs)), lambda each: _Word(words[each]))
-    inner = [repr(each) for each in said[0]] + [f"{key}={each!r}" for key, each in sorted(said[1].items())]
-    return f"{target}({', '.join(inner)})"
-
-
-class _Word(str):
-    """Text that prints without quotes inside of argument lists."""
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -1,32 +1,35 @@
 """Proofs of rewrites, which also tell what each of their ops stands for (``rewrites.replaced``).
 
-Where the op of a rule runs a graph of its own (:class:`CallProof`):
-1. It names old ops, its *parts*. Its graph calls one after the other, and views between them; what the call is given
-   claims what it claims outside. How a part is called and what a view is, the rule says.
-2. No part draws a random number or has an effect: how often and when they run is the schedule's.
+Where an op has a reference graph (``rewrites.reference``), that is walked as the graph around it is:
+1. What the op is given claims what it claims outside. Every other node claims the captured call that it copies: the
+   same target and constants, and arguments that claim the arguments of that one.
+2. No such call draws a random number or has an effect: how often and when they run is the schedule's.
+3. That the op has the bits of its reference graph, its rule checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import fx
 
-from ebbtide.capture.claims import Claims, Results, same
+from ebbtide.capture.claims import Claims, Results
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.traits import draws_random, has_effect
+from ebbtide.rewrites.reference import PART, ReferenceOp
 from ebbtide.rewrites.replaced import Replaced, Sample, replaced_by
-from ebbtide.torch_seams.trees import tree_leaves
+from ebbtide.torch_seams.graphs import arguments_of
 
-__all__ = ["PARTS", "CallProof", "RewriteProof"]
-
-PARTS = "ebbtide_parts"
-"""Key in the meta of a call's node: the names of its parts."""
+__all__ = ["RewriteProof", "prove_references"]
 
 
 class RewriteProof(Claims):
-    """A proof that another graph is ``step`` but for ops of one rule."""
+    """A proof that another graph is ``step`` but for ops of one rule.
+
+    Claims are captured nodes, and elements of captured calls by their place.
+    """
 
     def __init__(self, step: Captured, what: str = "a rewritten step") -> None:
         super().__init__(step, what)
@@ -40,6 +43,12 @@ class RewriteProof(Claims):
         """What an op of the rule claims; one that was there before, of that name and target, is as any other."""
         like = self.like_of(node)
         return None if like is not None and like.target is node.target else self.of_rule(node)
+
+    def value_of(self, value: Any) -> Any:
+        """Elements of a call by their place."""
+        if isinstance(value, fx.Node) and value.target is operator.getitem:
+            return arguments_of(value)
+        return value
 
     def stands_for(self, node: fx.Node, results: Any, sample: Sample | None = None) -> None:
         """That ``node`` takes the place of what ``results`` claim."""
@@ -57,70 +66,50 @@ class RewriteProof(Claims):
         return self._replaced
 
 
-class CallProof:
-    """The proof of one call (definitions 1 and 2).
+Check = Callable[[RewriteProof, fx.Node, Mapping[fx.Node, Any]], None]
+"""Raises ``RewriteError`` unless the op of a node has the bits of its reference graph, whose nodes claim that."""
 
-    Args:
-        proof: of the graph that it is in.
-        node: the call.
-        graph: that it runs.
-        given: what it runs it on.
 
-    Attributes:
-        parts: old ops.
-        claims: of nodes of its graph.
+def prove_references(step: Captured, after: Captured, kind: type[ReferenceOp], check: Check) -> list[Replaced]:
+    """What each op of ``kind`` in ``after`` stands for, which is ``step`` but for these.
+
+    Raises:
+        RewriteError: if it is not.
     """
+    return _ReferenceProof(step, kind, check).replaced(after)
 
-    def __init__(self, proof: RewriteProof, node: fx.Node, graph: fx.Graph, given: Sequence[Any]) -> None:
-        self.proof, self.node, self.graph, self.given = proof, node, graph, given
-        self.require = proof.require
-        self.parts = [self._part_named(name) for name in node.meta[PARTS]]
-        self.claims: dict[fx.Node, Any] = {}
 
-    def is_view(self, inner: fx.Node) -> bool:
-        """Whether ``inner`` is a view that the rule allows; if so, take up what it claims."""
-        raise NotImplementedError
+class _ReferenceProof(RewriteProof):
+    def __init__(self, step: Captured, kind: type[ReferenceOp], check: Check) -> None:
+        super().__init__(step)
+        self.kind, self.check = kind, check
 
-    def call(self, inner: fx.Node, part: fx.Node) -> None:
-        """Raise ``RewriteError`` unless ``inner`` does what ``part`` does."""
-        raise NotImplementedError
+    def of_rule(self, node: fx.Node) -> Any:
+        """What its reference graph returns."""
+        if not isinstance(node.target, self.kind):
+            return None
+        claims = self._claims_in(node, node.target.reference)
+        self.check(self, node, claims)
+        (made,) = node.target.reference.output_node().args
+        results = claims[made] if isinstance(made, fx.Node) else Results(claims[each] for each in made)  # type: ignore[union-attr, index]
+        self.stands_for(node, results)
+        return results
 
-    def returned(self, made: Any) -> Any:
-        """What the results of the call claim, which are ``made``."""
-        raise NotImplementedError
-
-    def results(self) -> Any:
-        """What the results of the call claim."""
-        given, pending = iter(self.given), [*self.parts]
-        for inner in self.graph.nodes:
-            if inner.op == "placeholder":
-                outer = next(given, None)
-                self.require(isinstance(outer, fx.Node), f"{self.node.name} is given {outer}")
-                self.claims[inner] = self.proof.claim(outer)
-            elif inner.op == "output":
-                complete = not pending and next(given, None) is None
-                self.require(complete, f"{self.node.name} leaves out a part or an argument")
-                return self.returned(inner.args[0])
-            elif not self.is_view(inner):
-                self.require(bool(pending), f"{inner} is no part")
-                part = pending.pop(0)
-                self.call(inner, part)
-                self.claims[inner] = part
-        raise AssertionError("a graph without an output")
-
-    def pairs(self, inner: fx.Node, part: fx.Node, mine: Any, theirs: Any) -> Iterator[tuple[fx.Node, Any]]:
-        """Arguments of ``inner`` with those of ``part``, where these are no constants, which have to be the same."""
-        given, wanted = tree_leaves(mine), tree_leaves(theirs)
-        self.require(len(given) == len(wanted), f"{inner} has other arguments than {part}")
-        for one, other in zip(given, wanted, strict=True):
-            if isinstance(one, fx.Node):
-                yield one, other
-            else:
-                self.require(same(one, other), f"{inner} has other constants than {part}")
-
-    def _part_named(self, name: str) -> fx.Node:
-        part = self.proof.by_name.get(name)
-        self.require(part is not None and part.op == "call_function", f"{self.node.name} has a part {name}")
-        assert part is not None
-        self.require(not draws_random(part) and not has_effect(part), f"{name} is more than its result")
-        return part
+    def _claims_in(self, node: fx.Node, reference: fx.Graph) -> dict[fx.Node, Any]:
+        """What the nodes of its reference graph claim (definitions 1 and 2)."""
+        given = [self.claim(each) for each in arguments_of(node) if isinstance(each, fx.Node)]
+        inputs = reference.find_nodes(op="placeholder")
+        self.require(len(given) == len(inputs), f"{node.name} has other arguments")
+        claims = dict(zip(inputs, given, strict=True))
+        for inner in reference.nodes:
+            if inner.target is operator.getitem:
+                source, index = arguments_of(inner)
+                claims[inner] = claims[source], index
+            elif inner.op == "call_function":
+                part = self.by_name.get(inner.meta.get(PART, ""))
+                alike = part is not None and part.target is inner.target and self.congruent(inner, part, claims)
+                self.require(alike, f"{inner.target} in {node.name} is no call of the captured step with its arguments")
+                assert part is not None
+                self.require(not draws_random(part) and not has_effect(part), f"{part.name} is more than its result")
+                claims[inner] = part
+        return claims

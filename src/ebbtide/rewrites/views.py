@@ -10,7 +10,7 @@ from torch import fx
 
 from ebbtide.torch_seams.graphs import arguments_of
 
-__all__ = ["SAME_ORDER", "is_same_order", "is_swap", "made_by", "readers", "seen", "seen_through"]
+__all__ = ["SAME_ORDER", "is_same_order", "is_swap", "made_by", "readers", "seen", "seen_through", "swaps"]
 
 _aten = torch.ops.aten
 SAME_ORDER = frozenset(
@@ -58,18 +58,24 @@ def is_swap(node: fx.Node) -> bool:
     return sorted(each % dims for each in arguments_of(node)[1:]) == [dims - 2, dims - 1]
 
 
-def seen(node: fx.Node, rank: int) -> tuple[fx.Node, bool]:
-    """What makes the numbers of ``node``, and whether they are read with the last two dimensions swapped.
+def swaps(node: fx.Node, rank: int) -> bool | None:
+    """Whether ``node`` is a view with the last two dimensions swapped; ``None`` where nothing is seen through it.
 
-    A view that keeps the order keeps all dimensions of the last ``rank`` but the first, or nothing is seen through it.
+    A view that keeps the order keeps all dimensions of the last ``rank`` but the first.
     """
+    if is_swap(node) and (rank > 2 or node.meta["val"].dim() == rank):
+        return True
+    kept = is_same_order(node) and _last(node, rank) == _last(arguments_of(node)[0], rank)
+    return False if kept else None
+
+
+def seen(node: fx.Node, rank: int) -> tuple[fx.Node, bool]:
+    """What makes the numbers of ``node``, and whether they are read with the last two dimensions swapped."""
     swapped = False
-    while True:
-        if is_swap(node) and (rank > 2 or node.meta["val"].dim() == rank):
-            swapped = not swapped
-        elif not (is_same_order(node) and _last(node, rank) == _last(arguments_of(node)[0], rank)):
-            return node, swapped
+    while (turned := swaps(node, rank)) is not None:
+        swapped ^= turned
         node = arguments_of(node)[0]
+    return node, swapped
 
 
 def made_by(node: fx.Node) -> fx.Node:

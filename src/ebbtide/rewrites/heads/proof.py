@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,14 +51,6 @@ class _Proof(RewriteProof):
     def __init__(self, captured: Captured) -> None:
         super().__init__(captured)
         self.heads = find_heads(captured)[0]
-
-    def value_of(self, value: Any) -> Any:
-        """Elements of the loss' call by their place."""
-        if isinstance(value, fx.Node) and value.target is operator.getitem:
-            source, index = arguments_of(value)
-            if isinstance(source, fx.Node) and source.target is torch.ops.aten.nll_loss_forward.default:
-                return source, index
-        return value
 
     def of_rule(self, node: fx.Node) -> Any:
         """What the results of an op of a head claim (definitions 3 and 4)."""

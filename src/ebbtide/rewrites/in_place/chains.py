@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured
-from ebbtide.rewrites.in_place.forms import overwriting_form
+from ebbtide.rewrites.in_place.forms import operands_of, overwriting_form
 from ebbtide.step.program import Op, Program
 from ebbtide.torch_seams.dispatcher import OpOverload
 from ebbtide.torch_seams.trees import tree_leaves
 
-__all__ = ["Chain", "Overwrite", "chains_of", "kind_of", "operands_of"]
+__all__ = ["Chain", "Overwrite", "chains_of", "kind_of"]
 
 _NOT_FRESH = frozenset({"lift_fresh_copy", "expand_copy", "_conj_physical", "conj_physical"})
 """Whose result may be less memory than it has elements, or memory of an argument."""
@@ -38,7 +38,7 @@ class Overwrite:
 
     Attributes:
         op: index in the program.
-        operand: which of the node's tensor arguments is written over (:func:`operands_of`).
+        operand: which of the node's tensor arguments is written over (``forms.operands_of``).
         element: which result of the head it was at first; 0 where it has one.
         kind: definition 4.
     """
@@ -60,11 +60,6 @@ class Chain:
 
     head: int
     overwrites: list[Overwrite] = field(default_factory=list[Overwrite])
-
-
-def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the positional arguments of a call that are no lists, in order."""
-    return [each for each in node.args if isinstance(each, fx.Node)]
 
 
 def kind_of(step: Captured, op: int, operand: int) -> str:

@@ -13,16 +13,17 @@ the other, the later ones with ``out=`` the operand. What is written over is nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ebbtide.errors import InternalError
+from ebbtide.rewrites.reference import ReferenceOp, text_of
 from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise, schema_of
 
-__all__ = ["InPlace", "overwriting_form"]
+__all__ = ["InPlace", "operands_of", "overwriting_form"]
 
 _aten = torch.ops.aten
 _ROWS = frozenset(
@@ -52,21 +53,17 @@ def overwriting_form(op: object) -> tuple[OpOverload, str] | None:
     return None
 
 
-class InPlace:
-    """The target of a call: a few ops, of which all but the first write over what one of those before has made.
+class InPlace(ReferenceOp):
+    """The target of a call: a few captured ops, some of which write over what one of those before has made.
 
     Args:
-        graph: of the call: an input for each argument, and one output as the first op has it.
-        text: all that it does, in words that are the same in every process.
+        reference: the ops.
+        over: of those that write over an operand, which (:func:`operands_of`).
     """
 
-    borrows = True
-    """Nothing that it is given is written to (``cost.profiling_budget``)."""
-
-    def __init__(self, graph: fx.Graph, text: str) -> None:
-        self.__name__ = "in_place"  # by which generated code calls it
-        self.graph = graph
-        self._text = text
+    def __init__(self, reference: fx.Graph, over: Mapping[fx.Node, int]) -> None:
+        super().__init__("in_place", reference, f"in_place[{'; '.join(text_of(reference)[0])}]")
+        self.over = dict(over)
         self._run: Callable[..., Any] = self._first_run
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -75,15 +72,26 @@ class InPlace:
 
     def _first_run(self, *tensors: torch.Tensor) -> Any:
         """The first call, looking at what is written over: a kernel might return memory that it was given."""
-        module = fx.GraphModule(torch.nn.Module(), self.graph)  # most calls are looked at, and few are made
+        module = fx.GraphModule(torch.nn.Module(), self._overwriting())  # most calls are looked at, and few are made
         result = _Watched(module, tensors).run(*tensors)
         self._run = module.forward
         return result
 
-    def __str__(self) -> str:
-        return self._text
+    def _overwriting(self) -> fx.Graph:
+        """The reference graph with the overwriting forms of its ops."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.reference.nodes:
+            copies[node] = made = graph.node_copy(node, copies.__getitem__)
+            if node in self.over and (form := overwriting_form(node.target)) is not None:
+                made.target, out = form
+                made.update_kwarg(out, operands_of(made)[self.over[node]])
+        return graph
 
-    __repr__ = __str__
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the positional arguments of a call that are no lists, in order."""
+    return [each for each in node.args if isinstance(each, fx.Node)]
 
 
 class _Watched(fx.Interpreter):

@@ -15,13 +15,14 @@ from torch import fx
 
 from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.facts import Fact
-from ebbtide.rewrites.graphs import ChangedGraph, text_of
-from ebbtide.rewrites.in_place.chains import Chain, Overwrite, chains_of, kind_of, operands_of
+from ebbtide.rewrites.graphs import ChangedGraph
+from ebbtide.rewrites.in_place.chains import Chain, Overwrite, chains_of, kind_of
 from ebbtide.rewrites.in_place.facts import overwriting_fact
-from ebbtide.rewrites.in_place.forms import InPlace, overwriting_form
-from ebbtide.rewrites.in_place.proof import prove_in_place
+from ebbtide.rewrites.in_place.forms import InPlace, operands_of, overwriting_form
+from ebbtide.rewrites.in_place.proof import check_overwrites
+from ebbtide.rewrites.reference import ReferenceWriter, parts_of
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rewrite_proof import PARTS
+from ebbtide.rewrites.rewrite_proof import prove_references
 from ebbtide.rewrites.rule import Estimate, Rule
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
@@ -66,14 +67,14 @@ class InPlaceRule(Rule):
         found: dict[str, Estimate] = {}
         for op, node in zip(after.program.ops, after.op_nodes, strict=True):
             if isinstance(node.target, InPlace):
-                parts = [known[each] for each in node.meta[PARTS]]
+                parts = [known[each] for each in parts_of(node.target.reference) if each in known]
                 workspace = max(each.workspace_bytes for each in parts)
                 found[op.name] = Estimate(sum(each.seconds for each in parts), workspace)
         return found
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
-        """By ``rewrites.in_place.proof``."""
-        return prove_in_place(step, after)
+        """By the reference graphs of its chains, and by ``in_place.proof``."""
+        return prove_references(step, after, InPlace, check_overwrites)
 
     def may_lower(self, step: Captured, op: int) -> bool:
         """Whether op number ``op`` can write over an operand."""
@@ -111,7 +112,7 @@ def _write(changed: ChangedGraph, chain: Chain) -> None:
     """Put one chain in the place of its ops."""
     step, graph, nodes = changed.step, changed.graph, changed.nodes
     head = step.op_nodes[chain.head]
-    given = _inputs_of(step, chain)
+    target, given = _target_of(step, chain)
     for each in given:
         changed.hoist(each, head)
     old = nodes[head]
@@ -119,9 +120,8 @@ def _write(changed: ChangedGraph, chain: Chain) -> None:
     with graph.inserting_before(old):
         name = f"{step.op_nodes[chain.overwrites[-1].op].name}_in_place"
         args = tuple(nodes[each] for each in given)
-        node = graph.create_node("call_function", _target(step, chain, given), args, name=name)
-    ops = [chain.head, *(overwrite.op for overwrite in chain.overwrites)]
-    node.meta = {**old.meta, PARTS: tuple(step.program.ops[each].name for each in ops)}
+        node = graph.create_node("call_function", target, args, name=name)
+    node.meta = dict(old.meta)
     if isinstance(head.meta["val"], torch.Tensor):
         node.meta["val"] = last[0].meta["val"]
         made = {0: node}
@@ -137,46 +137,27 @@ def _write(changed: ChangedGraph, chain: Chain) -> None:
         nodes[overwrite] = made[element]
 
 
-def _inputs_of(step: Captured, chain: Chain) -> list[fx.Node]:
-    """What a chain reads, each once: all arguments of its ops but those that they write over."""
+def _target_of(step: Captured, chain: Chain) -> tuple[InPlace, list[fx.Node]]:
+    """The call that a chain is, and what it reads, each once: all arguments of its ops but those written over."""
     head = step.op_nodes[chain.head]
-    found = [*head.all_input_nodes]
-    for overwrite in chain.overwrites:
-        node = step.op_nodes[overwrite.op]
-        over = operands_of(node)[overwrite.operand]
-        found += [each for each in node.all_input_nodes if each is not over]
-    return list(dict.fromkeys(found))
-
-
-def _target(step: Captured, chain: Chain, sources: Sequence[fx.Node]) -> InPlace:
-    """The call that a chain is."""
-    graph = fx.Graph()
-    inputs = {node: graph.placeholder(f"given_{index}") for index, node in enumerate(sources)}
-    words = {node: f"%{index}" for index, node in enumerate(sources)}
-    head = step.op_nodes[chain.head]
-    args, kwargs = fx.map_arg((head.args, head.kwargs), inputs.__getitem__)
-    assert callable(head.target)
-    made = graph.call_function(head.target, args, kwargs)
-    says = [text_of(head.target, head.args, head.kwargs, words)]
-    value = head.meta["val"]
-    single = isinstance(value, torch.Tensor)
-    results = {0: made} if single else {k: graph.call_function(operator.getitem, (made, k)) for k in range(len(value))}
-    layouts = {0: value} if single else dict(enumerate(value))
-    for overwrite in chain.overwrites:
-        node = step.op_nodes[overwrite.op]
-        over = operands_of(node)[overwrite.operand]
-        result = results[overwrite.element]
-        wanted, had = over.meta["val"], layouts[overwrite.element]
-        laid_out = ""
-        if (wanted.shape, wanted.stride()) != (had.shape, had.stride()):
-            layout = (list(wanted.shape), list(wanted.stride()), 0)
-            result = graph.call_function(torch.ops.aten.as_strided.default, (result, *layout))
-            laid_out = f" as {layout[0]}:{layout[1]}"
-        args, kwargs = fx.map_arg((node.args, node.kwargs), {**inputs, over: result}.__getitem__)
-        form = overwriting_form(node.target)
-        assert form is not None
-        results[overwrite.element] = graph.call_function(form[0], args, {**kwargs, form[1]: result})
-        layouts[overwrite.element] = node.meta["val"]
-        says.append(text_of(node.target, node.args, node.kwargs, {**words, over: f"_{overwrite.element}{laid_out}"}))
-    graph.output(results[0] if single else tuple(results.values()))
-    return InPlace(graph, f"in_place[{'; '.join(says)}]")
+    ops = [(step.op_nodes[each.op], each) for each in chain.overwrites]
+    read = [*head.all_input_nodes]
+    for node, each in ops:
+        over = operands_of(node)[each.operand]
+        read += [one for one in node.all_input_nodes if one is not over]
+    given = list(dict.fromkeys(read))
+    writer = ReferenceWriter()
+    writer.copies = {each: writer.given(each) for each in given}
+    made, value = writer.copy(head), head.meta["val"]
+    results: dict[int, fx.Node] = {}
+    over: dict[fx.Node, int] = {}
+    for node, each in ops:
+        results[each.element] = writer.copy(node)
+        over[results[each.element]] = each.operand
+    if isinstance(value, torch.Tensor):
+        writer.graph.output(results[0])
+    else:
+        elements = range(len(value))
+        others = {k: writer.graph.call_function(operator.getitem, (made, k)) for k in elements if k not in results}
+        writer.graph.output(tuple((results | others)[k] for k in elements))
+    return InPlace(writer.graph, over), given

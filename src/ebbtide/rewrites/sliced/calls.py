@@ -8,7 +8,7 @@ makes the large values again that it needs. Inside of a call, large values have 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ebbtide.rewrites.graphs import text_of
 from ebbtide.rewrites.once import once
+from ebbtide.rewrites.reference import ReferenceOp, ReferenceWriter, text_of
 from ebbtide.rewrites.sliced.axes import (
     MIXED_DIMENSION,
     Axis,
@@ -28,32 +28,32 @@ from ebbtide.rewrites.sliced.axes import (
     result_cut,
     swapped_cut,
 )
+from ebbtide.rewrites.sliced.cuts import cuts_of
 from ebbtide.rewrites.sliced.regions import Region, bytes_of
-from ebbtide.rewrites.views import made_by, seen
+from ebbtide.rewrites.views import made_by, seen, swaps
 from ebbtide.torch_seams.graphs import arguments_of
 
 __all__ = ["InSlices", "SlicedCall", "calls_of", "moved_arguments", "workspace_of"]
 
 
-class InSlices:
+class InSlices(ReferenceOp):
     """The target of such a call: ``target(size, *tensors)`` returns a tuple.
 
     Args:
-        graph: of one slice: an input for each tensor, and a tuple of outputs.
+        reference: what it computes.
         axis: along which it is cut.
         inputs: how each tensor is cut.
+
+    Attributes:
+        cuts: of all nodes of the reference graph.
         outputs: for each output the dimension along which slices of it are put together.
-        text: its name, which says all that it does and is the same in every process and for every size.
     """
 
-    borrows = True
-    """Nothing that it is given is written to (``cost.profiling_budget``)."""
-
-    def __init__(self, graph: fx.Graph, axis: Axis, inputs: Sequence[Cut], outputs: Sequence[int], text: str) -> None:
-        self.__name__ = "in_slices"  # by which generated code calls it
-        self.graph, self.axis = graph, axis
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self._text = text
+    def __init__(self, reference: fx.Graph, axis: Axis, inputs: Sequence[Cut]) -> None:
+        super().__init__("in_slices", reference, _text(reference, axis, inputs))
+        self.axis, self.inputs = axis, tuple(inputs)
+        self.cuts = cuts_of(reference, axis, inputs)
+        self.outputs = tuple(self.cuts[each] for each in arguments_of(reference.output_node())[0])
 
     def __call__(self, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The results, made in slices of about ``size``."""
@@ -73,13 +73,29 @@ class InSlices:
 
     @cached_property
     def run(self) -> Callable[..., Any]:
-        """The graph, compiled: most calls are looked at, and few are made."""
-        return fx.GraphModule(torch.nn.Module(), self.graph).forward
+        """One slice, compiled: most calls are looked at, and few are made."""
+        graph, last = fx.Graph(), (self.axis.rank - 2, self.axis.rank - 1)
+        inner: dict[fx.Node, fx.Node] = {}
+        for node in self.reference.nodes:
+            swapped = swaps(node, self.axis.rank) if node.op == "call_function" else None
+            if swapped is None:
+                inner[node] = made = graph.node_copy(node, inner.__getitem__)
+                made.args = moved_arguments(node, made.args)
+            elif swapped:
+                inner[node] = graph.call_function(torch.ops.aten.transpose.int, (inner[node.all_input_nodes[0]], *last))
+            else:
+                inner[node] = inner[node.all_input_nodes[0]]
+        return fx.GraphModule(torch.nn.Module(), graph).forward
 
-    def __str__(self) -> str:
-        return self._text
 
-    __repr__ = __str__
+def _text(reference: fx.Graph, axis: Axis, inputs: Sequence[Cut]) -> str:
+    """A name that says all that it does, and is the same in every process and for every size."""
+    calls, returned = text_of(reference)
+    leading = axis.leading if len(axis.leading) > 1 else ""
+    says = f"{leading}; {', '.join(map(str, inputs))}; {'; '.join(calls)}; {returned}"
+    ops = [each for each in reference.nodes if each.op == "call_function" and swaps(each, axis.rank) is None]
+    names = ", ".join(str(each.target).split(".")[1] for each in ops)
+    return f"by_{axis.name}[{names}; {hashlib.sha256(says.encode()).hexdigest()[:12]}]"
 
 
 @dataclass(frozen=True)
@@ -89,14 +105,12 @@ class SlicedCall:
     Attributes:
         results: captured nodes, in order.
         parts: captured ops that it runs, in order, results among them.
-        cuts: of each of ``parts``, the dimension of its result that is cut.
         inputs: captured nodes that it reads.
         target: what is called.
     """
 
     results: tuple[fx.Node, ...]
     parts: tuple[fx.Node, ...]
-    cuts: Mapping[fx.Node, int]
     inputs: tuple[fx.Node, ...]
     target: InSlices
 
@@ -154,40 +168,43 @@ def _needed(results: Sequence[fx.Node], members: frozenset[fx.Node], rank: int) 
     return tuple(node for node in results[0].graph.nodes if node in found)
 
 
-class _Writer:
-    """Writes the graph of one slice of some results of a region."""
+class _Writer(ReferenceWriter):
+    """Writes the reference graph of some results of a region, with an input for each way to cut what is given."""
 
     def __init__(self, region: Region, axis: Axis, results: tuple[fx.Node, ...]) -> None:
+        super().__init__()
         self.axis, self.results = axis, results
         self.members = frozenset(region.members)
         self.parts = _needed(results, self.members, axis.rank)
-        self.cuts = {part: self._cut_of(part) for part in self.parts}
-        self.graph = fx.Graph()
         self.inputs: dict[tuple[fx.Node, Cut], fx.Node] = {}
-        self.inner: dict[tuple[fx.Node, bool], fx.Node] = {}  # of parts, and whether they are swapped
-        self._says: list[str] = []
-        self._words: dict[fx.Node, str] = {}
 
     def written(self) -> SlicedCall:
         """All of it."""
-        pairs = list(dict.fromkeys(pair for part in self.parts for pair in self._inputs_of(part)))
-        for index, pair in enumerate(pairs):
-            self.inputs[pair] = self.graph.placeholder(f"given_{index}")
-            self._words[self.inputs[pair]] = f"%{index}"
+        operands = {part: list(self._operands(part)) for part in self.parts}
+        for pair in (pair for found in operands.values() for pair in found):
+            if isinstance(pair, tuple) and pair not in self.inputs:
+                self.inputs[pair] = self.given(pair[0])
         for part in self.parts:
-            args = [
-                self._operand(part, position, each) if isinstance(each, fx.Node) else each
-                for position, each in enumerate(arguments_of(part))
-            ]
-            self.inner[part, False] = self._call(part.target, moved_arguments(part, args), part.kwargs)
-        self.graph.output(tuple(self.inner[each, False] for each in self.results))
-        given, inputs = zip(*pairs, strict=True)
-        outputs = [self.cuts[each] for each in self.results]
-        target = InSlices(self.graph, self.axis, inputs, outputs, self._text(inputs))
-        return SlicedCall(self.results, self.parts, self.cuts, given, target)
+            args = tuple(
+                self.inputs[each] if isinstance(each, tuple) else self.copy(each) if isinstance(each, fx.Node) else each
+                for each in operands[part]
+            )
+            self.copies[part] = self.call(part, args, part.kwargs)
+        self.graph.output(tuple(self.copies[each] for each in self.results))
+        given, inputs = zip(*self.inputs, strict=True)
+        return SlicedCall(self.results, self.parts, given, InSlices(self.graph, self.axis, inputs))
 
     def _is_inner(self, node: fx.Node) -> bool:
         return seen(node, self.axis.rank)[0] in self.members
+
+    def _operands(self, part: fx.Node) -> Iterator[Any]:
+        """Arguments of ``part``, with its cut for each that is given."""
+        cut = self._cut_of(part)
+        for position, each in enumerate(arguments_of(part)):
+            if isinstance(each, fx.Node) and not self._is_inner(each):
+                yield each, operand_cut(part, position, cut, self.axis.rank)
+            else:
+                yield each
 
     def _cut_of(self, part: fx.Node) -> int:
         """Large values are cut along the axis, and what is made of them follows."""
@@ -201,31 +218,3 @@ class _Writer:
                 assert cut is not None
                 return cut
         raise AssertionError(f"{part.name} reads nothing large")
-
-    def _inputs_of(self, part: fx.Node) -> Iterator[tuple[fx.Node, Cut]]:
-        for position, each in enumerate(arguments_of(part)):
-            if isinstance(each, fx.Node) and not self._is_inner(each):
-                yield each, operand_cut(part, position, self.cuts[part], self.axis.rank)
-
-    def _operand(self, part: fx.Node, position: int, node: fx.Node) -> fx.Node:
-        if not self._is_inner(node):
-            return self.inputs[node, operand_cut(part, position, self.cuts[part], self.axis.rank)]
-        made, swapped = seen(node, self.axis.rank)
-        if (made, swapped) not in self.inner:
-            last = (self.axis.rank - 2, self.axis.rank - 1)
-            self.inner[made, swapped] = self._call(torch.ops.aten.transpose.int, (self.inner[made, False], *last), {})
-        return self.inner[made, swapped]
-
-    def _call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        node = self.graph.call_function(target, args, dict(kwargs))
-        text = text_of(target, args, kwargs, self._words)
-        self._words[node] = f"_{len(self._says)}"
-        self._says.append(text)
-        return node
-
-    def _text(self, inputs: Sequence[Cut]) -> str:
-        leading = self.axis.leading if len(self.axis.leading) > 1 else ""
-        returned = ", ".join(self._words[self.inner[each, False]] for each in self.results)
-        says = f"{leading}; {', '.join(map(str, inputs))}; {'; '.join(self._says)}; {returned}"
-        names = ", ".join(str(part.target).split(".")[1] for part in self.parts)
-        return f"by_{self.axis.name}[{names}; {hashlib.sha256(says.encode()).hexdigest()[:12]}]"

@@ -19,11 +19,10 @@ from torch import Tensor, fx
 
 from ebbtide.cost.call import TensorSpec
 from ebbtide.rewrites.facts import Fact, made_up, own
-from ebbtide.rewrites.sliced.axes import Axis, Cut, Piece, is_product, operand_cut
-from ebbtide.rewrites.sliced.calls import SlicedCall, moved_arguments
-from ebbtide.rewrites.views import seen
+from ebbtide.rewrites.sliced.axes import Axis, Piece, is_product
+from ebbtide.rewrites.sliced.calls import InSlices, SlicedCall, moved_arguments
+from ebbtide.rewrites.views import swaps
 from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise
-from ebbtide.torch_seams.graphs import arguments_of
 
 __all__ = ["slice_facts"]
 
@@ -42,8 +41,10 @@ _GRAIN = 32768
 def slice_facts(call: SlicedCall, size: int) -> Iterator[Fact]:
     """Those of ``call`` in slices of about ``size``, each once."""
     known: set[str] = set()
-    for part in call.parts:
-        fact = _OpFact(call, part, size).fact()
+    for part in call.target.reference.nodes:
+        if part.op != "call_function" or swaps(part, call.axis.rank) is not None:
+            continue
+        fact = _OpFact(call.target, part, size).fact()
         if fact.signature not in known:
             known.add(fact.signature)
             yield fact
@@ -54,23 +55,17 @@ class _OpFact:
 
     Args:
         call: that runs it in slices.
-        part: it.
+        part: it, in the reference graph.
         size: of slices.
     """
 
-    def __init__(self, call: SlicedCall, part: fx.Node, size: int) -> None:
-        self.part, self.axis, self.size = part, call.axis, size
-        self.rank, self.cut = call.axis.rank, call.cuts[part]
-        args = arguments_of(part)
-        self.positions = [position for position, each in enumerate(args) if isinstance(each, fx.Node)]
-        self.tensors = [args[position] for position in self.positions]
-        self.own = [seen(each, self.rank)[0] in call.cuts for each in self.tensors]
-        self.cuts: list[Cut] = [self._cut_of(at, is_own) for at, is_own in zip(self.positions, self.own, strict=True)]
-
-    def _cut_of(self, position: int, is_own: bool) -> Cut:
-        if is_own and not is_product(self.part):
-            return self.cut
-        return operand_cut(self.part, position, self.cut, self.rank)
+    def __init__(self, call: InSlices, part: fx.Node, size: int) -> None:
+        self.part, self.axis, self.size, self.rank = part, call.axis, size, call.axis.rank
+        self.cut = call.cuts[part]
+        self.positions = [position for position, each in enumerate(part.args) if isinstance(each, fx.Node)]
+        self.tensors = [each for each in part.args if isinstance(each, fx.Node)]
+        self.own = [each.op == "call_function" for each in self.tensors]
+        self.cuts = [call.cuts[each] for each in self.tensors]
 
     def fact(self) -> Fact:
         """About all of it; about a part besides, where each number is made of those of its row alone."""

@@ -8,7 +8,6 @@ from torch import fx
 
 from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.graphs import ChangedGraph
-from ebbtide.rewrites.rewrite_proof import PARTS
 from ebbtide.rewrites.sliced.calls import SlicedCall
 
 __all__ = ["has_places", "with_calls"]
@@ -60,6 +59,6 @@ def _write(changed: ChangedGraph, call: SlicedCall, size: int, ops: frozenset[fx
         args = (size, *(nodes[each] for each in call.inputs))
         node = graph.create_node("call_function", call.target, args, name=call.name)
     values = tuple(each.meta["val"] for each in call.results)
-    node.meta = {**call.results[0].meta, "val": values, PARTS: tuple(each.name for each in call.parts)}
+    node.meta = {**call.results[0].meta, "val": values}
     for index, result in reversed([*enumerate(call.results)]):
         nodes[result].replace_all_uses_with(changed.element(node, index, result.meta))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -16,14 +17,15 @@ from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.once import once
 from ebbtide.rewrites.replaced import Replaced
+from ebbtide.rewrites.rewrite_proof import RewriteProof, prove_references
 from ebbtide.rewrites.rule import Estimate, Rule, Skipped
 from ebbtide.rewrites.sliced.attention import Attention
 from ebbtide.rewrites.sliced.axes import is_elementwise, is_product
-from ebbtide.rewrites.sliced.calls import SlicedCall, calls_of, workspace_of
+from ebbtide.rewrites.sliced.calls import InSlices, SlicedCall, calls_of, workspace_of
+from ebbtide.rewrites.sliced.cuts import cuts_of
 from ebbtide.rewrites.sliced.facts import slice_facts
 from ebbtide.rewrites.sliced.feed_forward import FeedForward
 from ebbtide.rewrites.sliced.places import has_places, with_calls
-from ebbtide.rewrites.sliced.proof import prove_sliced
 from ebbtide.rewrites.sliced.regions import Growth, Region, bytes_of, find_regions
 from ebbtide.rewrites.views import made_by
 from ebbtide.step.program import Program
@@ -75,8 +77,8 @@ class SlicedRule(Rule):
         return {call.name: _estimate(call, size, seconds) for call, size in self._calls(step, rewrites)}
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
-        """By ``sliced.proof``."""
-        return prove_sliced(step, after, self.what)
+        """By the reference graphs of its calls, and where these are cut."""
+        return prove_references(step, after, InSlices, _check)
 
     def skipped(self, step: Captured) -> Sequence[Skipped]:
         """What looks like a region and is left as it is."""
@@ -118,6 +120,16 @@ class SlicedRule(Rule):
 def _by_name(step: Captured) -> dict[tuple[type[Growth], str], Region]:
     """Those that have been asked for."""
     return {}
+
+
+def _check(proof: RewriteProof, node: fx.Node, _: Mapping[fx.Node, Any]) -> None:
+    """Require that a call may run on its slices and puts its results together again; raises ``RewriteError``."""
+    target, size = node.target, node.args[0]
+    assert isinstance(target, InSlices)
+    proof.require(type(size) is int and size > 0, f"{node.name} has slices of {size}")
+    cuts = cuts_of(target.reference, target.axis, target.inputs)
+    made: Any = target.reference.output_node().args[0]
+    proof.require(tuple(cuts[each] for each in made) == target.outputs, f"{node.name} is put together otherwise")
 
 
 def _facts(region: Region, settings: Mapping[str, int]) -> list[Fact]:
