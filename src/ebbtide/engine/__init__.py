@@ -26,5 +26,5 @@ What has to be as in eager:
 - ``hook_order`` and ``gradient_watcher``: when gradients reach parameters, and which backwards made them.
 - ``unused``: gradients that no used output depends on; ``snapshot``: what a failed proof puts back.
 - ``copies``: copies and pickles, which are plain models.
-- ``derivatives`` and ``offload_hooks``: what no step has, refused by name.
+- ``derivatives``, ``linked_outputs`` and ``offload_hooks``: what no step has, refused by name.
 """

@@ -28,6 +28,7 @@ from ebbtide.engine.derivatives import refuse_second_derivative
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.hook_order import keep_order
 from ebbtide.engine.key import CallSlot
+from ebbtide.engine.linked_outputs import watch_links
 from ebbtide.engine.step_handles import ANY_STEP
 from ebbtide.engine.unused import note_arrived
 from ebbtide.errors import CaptureError
@@ -188,6 +189,7 @@ class PendingStep:
         node.register_prehook(note_arrived)
         if self.executable is not None:
             node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
+            watch_links(node, tensors, self.executable.code.links)
         node.register_hook(refuse_second_derivative)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))

@@ -14,6 +14,7 @@ from torch import fx
 
 from ebbtide.capture.joint import Captured
 from ebbtide.engine.hook_order import gradient_order
+from ebbtide.engine.linked_outputs import Links, links_of
 from ebbtide.engine.unused import UnusedOutputs
 from ebbtide.lower.lowering import Lowered, lower
 from ebbtide.lower.proof import prove
@@ -45,6 +46,7 @@ class StepCode:
         output_count: how many of the forward's results are the step's own; the rest is saved.
         gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
         unused: drops gradients that no used output depends on.
+        links: between outputs of its forward.
         updates: of a step with the optimizer in it, names of the parameters that it updates, by position among the
             primals.
         entries: where these are among the tensors that go in.
@@ -60,6 +62,7 @@ class StepCode:
     output_count: int
     gradient_order: tuple[int, ...]
     unused: UnusedOutputs
+    links: Links
     updates: Mapping[int, str]
     entries: Mapping[int, int]
     default_dtype: torch.dtype
@@ -109,6 +112,7 @@ def code_of(captured: Captured, lowered: Lowered, *, device: str, tiers: Mapping
         output_count=captured.forward_output_count,
         gradient_order=gradient_order(captured),
         unused=UnusedOutputs(captured),
+        links=links_of(captured),
         updates=updates,
         entries={position: tensors.index(position) for position in updates},
         default_dtype=torch.get_default_dtype(),

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from types import MethodType, TracebackType
 from typing import Any
 
@@ -24,17 +24,22 @@ __all__ = [
     "active_transform",
     "backwards_begun",
     "current_graph_task_id",
+    "gradient_edge",
     "gradient_leaf",
+    "has_gradient_hooks",
     "has_saved_tensor_hooks",
     "in_backward",
     "is_function_node",
     "keeps_graph",
+    "output_of_node",
+    "outputs_reached",
     "release_failed_backward",
     "saved_by",
 ]
 
 _LEAF = 2**64 - 1  # the sequence number of AccumulateGrad
-_ENTRIES = ("backward", "grad")  # of torch.autograd; Tensor.backward calls the first
+_ENTRY = "_engine_run_backward"  # of torch.autograd: its ``backward`` and ``grad`` call it, whoever has imported them
+_INPUTS = 3  # where its arguments after the roots say what gradients are asked for
 
 
 def current_graph_task_id() -> int:
@@ -81,6 +86,39 @@ def saved_by(node: Any) -> tuple[Any, ...]:
 def is_function_node(node: object) -> bool:
     """Whether a node of autograd's graph belongs to a ``torch.autograd.Function``, as AOTAutograd's steps do."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def gradient_edge(value: Any) -> tuple[Any, int]:
+    """The node that a tensor or a ``GradientEdge`` comes from, ``None`` for a leaf, and which of its outputs it is."""
+    return (value.grad_fn if isinstance(value, torch.Tensor) else value.node), value.output_nr
+
+
+def output_of_node(tensor: torch.Tensor, node: Any) -> int | None:
+    """Which output of ``node`` it is, or a view of; ``None`` if it is none."""
+    below, position = gradient_edge(tensor)
+    while below is not None and below is not node and len(below.next_functions) == 1:
+        below, position = below.next_functions[0]
+    return position if below is node else None
+
+
+def outputs_reached(roots: Sequence[Any], node: Any) -> frozenset[int]:
+    """The outputs of ``node`` that a backward from ``roots`` comes to."""
+    edges = [gradient_edge(each) for each in roots]
+    seen: set[Any] = set()
+    found: set[int] = set()
+    while edges:
+        below, position = edges.pop()
+        if below is node:
+            found.add(position)
+        elif below is not None and below not in seen:
+            seen.add(below)
+            edges.extend(below.next_functions)
+    return frozenset(found)
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks are registered on ``tensor`` itself."""
+    return bool(tensor._backward_hooks)
 
 
 def accumulate_in_order(node: Any, order: Sequence[int]) -> None:
@@ -167,49 +205,54 @@ def release_failed_backward() -> None:
 
 
 class BackwardWatch(AbstractContextManager["BackwardWatch"]):
-    """While open, is told whenever ``torch.autograd.backward`` or ``torch.autograd.grad`` returns or raises.
+    """While open, is told whenever ``torch.autograd.backward`` or ``torch.autograd.grad`` begins, returns or raises.
 
-    Both are wrapped by patches, on all threads, because a training loop may call them anywhere; ``Tensor.backward``
-    calls the first. It may be closed from inside ``tell``, and it is closed when it is garbage.
+    What both call is wrapped by a patch, on all threads, because a training loop may call them anywhere. It may be
+    closed from inside ``ends``, and it is closed when it is garbage.
 
     Args:
-        tell: called without arguments. A bound method is held weakly, so that its object may own the watch and both
+        ends: called without arguments. A bound method is held weakly, so that its object may own the watch and both
             may be garbage together.
+        begins: called with the roots and the inputs, which may be none, before anything runs; what it raises is what
+            the caller gets, and nothing has run then.
     """
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        called: Callable[[], Callable[[], None] | None]
-        called = weakref.WeakMethod(tell) if isinstance(tell, MethodType) else lambda: tell
+    def __init__(
+        self,
+        ends: Callable[[], None] | None = None,
+        *,
+        begins: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
+    ) -> None:
+        ended: Callable[[], Callable[[], None] | None]
+        ended = weakref.WeakMethod(ends) if isinstance(ends, MethodType) else lambda: ends
 
         def make(below: Callable[..., Any]) -> Callable[..., Any]:
-            def entry(*args: Any, **kwargs: Any) -> Any:
+            def entry(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
                 try:
-                    return below(*args, **kwargs)
+                    if begins is not None:
+                        begins(roots, args[_INPUTS] or ())
+                    return below(roots, *args, **kwargs)
                 finally:
-                    alive = called()
+                    alive = ended()
                     if alive is not None:
                         alive()
 
             return entry
 
-        self._patches: list[Patch] = [wrapped(Attribute(torch.autograd, name), make) for name in _ENTRIES]
+        self._patch: Patch = wrapped(Attribute(torch.autograd, _ENTRY), make)
 
     @property
     def is_open(self) -> bool:
         """Whether it is told."""
-        return any(patch.is_open for patch in self._patches)
+        return self._patch.is_open
 
     def open(self) -> None:
         """Begin."""
-        with ExitStack() as stack:
-            for patch in self._patches:
-                stack.enter_context(patch)
-            stack.pop_all()
+        self._patch.open()
 
     def close(self) -> None:
         """End; does nothing if it is not open."""
-        for patch in self._patches:
-            patch.close()
+        self._patch.close()
 
     def __enter__(self) -> BackwardWatch:
         self.open()

@@ -179,15 +179,31 @@ def saved_tensor_hooks_are_seen() -> None:
 
 
 @canary
-def ends_of_backwards_are_seen() -> None:
-    """``Tensor.backward`` goes through ``torch.autograd.backward``, looked up when it is called; ``grad`` likewise."""
+def backwards_are_seen() -> None:
+    """``Tensor.backward``, ``autograd.backward`` and ``grad`` reach one function, looked up when it is called."""
+    begun: list[tuple[int, int]] = []
     ends: list[int] = []
     value = torch.ones((), requires_grad=True)
-    with autograd.BackwardWatch(lambda: ends.append(1)):
+    imported = torch.autograd.grad
+    with autograd.BackwardWatch(lambda: ends.append(1), begins=lambda a, b: begun.append((len(a), len(b)))):
         (value * 2).backward()
-        torch.autograd.grad(value * 2, value)
+        imported(value * 2, value)
     (value * 2).backward()
     expect(len(ends) == 2, f"{len(ends)} of two backwards' ends were seen")
+    expect(begun == [(1, 0), (1, 1)], f"roots and inputs of two backwards: {begun}")
+
+
+@canary
+def hooks_and_edges_of_tensors_are_seen() -> None:
+    """A tensor tells whether it has hooks, and of which output of which node it is a view."""
+    first, second = torch.ones(2, requires_grad=True).clone().unbind()
+    handle = first.register_hook(lambda _: None)
+    expect(autograd.has_gradient_hooks(first) and not autograd.has_gradient_hooks(second), "hooks are not told")
+    handle.remove()
+    expect(not autograd.has_gradient_hooks(first), "a hook that was removed is told")
+    node = first.grad_fn
+    expect(autograd.output_of_node(second.view(1), node) == 1, "a view's output is not found")
+    expect(autograd.outputs_reached([(second * 2).sum()], node) == {1}, "what a backward reaches is not found")
 
 
 @canary
