@@ -18,7 +18,7 @@ __all__ = ["Case"]
 class Case:
     """A model and the arguments of one training call, with what belongs to its step.
 
-    What is left out of the last six is as for :func:`ebbtide.plan`. Arguments of the function or command that plans
+    What is left out of the last five is as for :func:`ebbtide.plan`. Arguments of the function or command that plans
     the case override them.
 
     Attributes:
@@ -31,7 +31,6 @@ class Case:
         gradients: which outputs take gradients, ``"loss"`` or ``"all"``.
         step: where the optimizer steps, ``"inside"`` of the step or ``"outside"``.
         max_norm: to what norm gradients are clipped in the step.
-        scaler: that scales losses.
     """
 
     model: torch.nn.Module
@@ -44,4 +43,3 @@ class Case:
     gradients: Literal["loss", "all"] | None = None
     step: Literal["outside", "inside"] | None = None
     max_norm: float | Clipping | None = None
-    scaler: torch.amp.GradScaler | None = None

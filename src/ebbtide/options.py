@@ -81,15 +81,6 @@ def _is_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 
-def _scaler(argument: str, value: object) -> None:
-    if value is None:
-        return
-    import torch
-
-    if not isinstance(value, torch.amp.GradScaler):
-        raise refusal(argument, value, "the torch.amp.GradScaler of the training loop")
-
-
 def _machine(argument: str, value: object) -> None:
     from ebbtide.step.machine import Machine, machine_named
 
@@ -175,12 +166,6 @@ class Options:
     As ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does between backward and step, which is taken
     out of the loop; :func:`ebbtide.total_norm` gives what it returns. A :class:`Clipping` has its other arguments.
     ``None`` clips nothing."""
-    scaler: torch.amp.GradScaler | None = field(default=None, metadata={"check": _scaler})
-    """With the optimizer inside of the step: a ``GradScaler`` scales the loss; updates wait for finite gradients.
-
-    The ``torch.amp.GradScaler`` of the loop, in which ``scaler.scale(loss)``, ``scaler.step(optimizer)`` and
-    ``scaler.update()`` stay where they are and ``scaler.unscale_`` does nothing more: gradients are unscaled in the
-    step, and a step with one that is not finite updates nothing."""
     offload_optimizer: bool = field(default=False, metadata={"check": flag})
     """With an optimizer and tiers: its state is in the first tier while a step runs.
 
@@ -253,13 +238,6 @@ class Options:
             UsageError: naming both.
         """
         self.require_tiers_for(self.planner)
-        if self.scaler is not None and not self.inside:
-            raise UsageError(
-                "scaler is not accepted: gradients are unscaled in the step where the optimizer is in it; give "
-                'step="inside" and optimizer= besides, or leave the scaler to the loop',
-                argument="scaler",
-                value=self.scaler,
-            )
         if self.max_norm is not None and not self.inside:
             raise UsageError(
                 f"max_norm={self.max_norm!r} is not accepted: gradients are clipped in the step where the optimizer is "
@@ -308,7 +286,7 @@ class Options:
     @property
     def first_rules(self) -> tuple[str, ...]:
         """The names of the rules that are tried wherever the step does not fit as it is."""
-        waits = (GRADIENT_RECOMPUTE,) if self.clipping is not None or self.scaler is not None else ()
+        waits = (GRADIENT_RECOMPUTE,) if self.clipping is not None else ()
         return (*_RULES[self.rewrites or "exact"], *waits)
 
     @property
@@ -331,7 +309,6 @@ class Options:
             gradients=case.gradients if self.gradients is None else self.gradients,
             step=case.step if self.step is None else self.step,
             max_norm=case.max_norm if self.max_norm is None else self.max_norm,
-            scaler=case.scaler if self.scaler is None else self.scaler,
         )
 
     def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:

@@ -1,4 +1,4 @@
-"""What a step may be asked to do comes through every door that plans: clipping, a scaler, and sums in another order."""
+"""What a step may be asked to do comes through every door that plans: clipping, and sums in another order."""
 
 from __future__ import annotations
 
@@ -61,44 +61,41 @@ DOORS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_functions_take_a_norm_and_a_scaler(door: str) -> None:
+def test_functions_take_a_norm(door: str) -> None:
     case = mlp_chain(8, layers=6)
     asked: dict[str, Any] = {"step": "inside", "effort": 50, "progress": None}
-    for more in ({"max_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}):
-        plan = DOORS[door](case, **asked, **more)
-        assert any("total_norm" in op.name for op in plan.program.ops)
+    plan = DOORS[door](case, **asked, max_norm=1.0)
+    assert any("total_norm" in op.name for op in plan.program.ops)
     assert not any("total_norm" in op.name for op in DOORS[door](case, **asked).program.ops)
 
 
-def test_findings_and_cases_take_them_too() -> None:
+def test_findings_and_cases_take_one_too() -> None:
     case = mlp_chain(8, layers=6)
-    scaler = torch.amp.GradScaler("cpu")
     asked: dict[str, Any] = {"step": "inside", "effort": 50, "progress": None}
-    plain, scaled = (
+    plain, clipped = (
         ebbtide.doctor(case.model, case.args, options=ebbtide.Options(optimizer=adamw, **asked, **more))
-        for more in ({}, {"scaler": scaler})
+        for more in ({}, {"max_norm": 1.0})
     )
-    assert scaled.floor_bytes >= plain.floor_bytes
+    assert clipped.floor_bytes >= plain.floor_bytes
 
     def make(batch: int) -> Case:
         made = mlp_chain(batch, layers=2)
-        return Case(made.model, made.args, optimizer=adamw(made.model), step="inside", scaler=scaler)
+        return Case(made.model, made.args, optimizer=adamw(made.model), step="inside", max_norm=1.0)
 
     found = ebbtide.max_batch(make, budget=FEW, options=ebbtide.Options(effort=50, progress=None))
     assert any("total_norm" in op.name for op in found.plan.program.ops)
 
 
-@pytest.mark.parametrize("more", [("--max-norm", 1), ("--scaler",), ("--max-norm", 1, "--scaler")])
-def test_commands_take_them(more: tuple[object, ...]) -> None:
+def test_commands_take_one() -> None:
+    more = ("--max-norm", 1)
     run("plan", *CHAIN, "--budget", "100%", *INSIDE, *more, *LITTLE)
     run("doctor", *CHAIN, *INSIDE, *more, *LITTLE)
     run("compare", *CHAIN, "--budgets", "100%", "--planners", "auto", *INSIDE, *more, *LITTLE)
     run("max-batch", "zoo:mlp_chain", "--layers", 2, "--budget", FEW, *INSIDE, *more, *LITTLE)
 
 
-@pytest.mark.parametrize("more", [("--max-norm", 1), ("--scaler",)])
-def test_commands_say_that_they_need_the_optimizer_inside(more: tuple[object, ...]) -> None:
-    result = CliRunner().invoke(app, [str(each) for each in ("plan", *CHAIN, "--budget", "100%", *more)])
+def test_commands_say_that_it_needs_the_optimizer_inside() -> None:
+    result = CliRunner().invoke(app, [str(each) for each in ("plan", *CHAIN, "--budget", "100%", "--max-norm", 1)])
     assert result.exit_code != 0
     assert "--step inside" in str(result.exception) + result.output
 

@@ -104,8 +104,8 @@ def test_an_option_that_is_given_by_name_is_told_where_it_goes(entry: str) -> No
         ENTRIES[entry](verify=False, seed=3)
     said = f"{entry} takes verify and seed in its options: options=ebbtide.Options(verify=False, seed=3)"
     assert (str(raised.value), raised.value.argument) == (said, "verify")
-    with pytest.raises(UnknownArgument, match=r"options=ebbtide\.Options\(scaler=\.\.\.\)"):
-        ENTRIES[entry](scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(UnknownArgument, match=r"options=ebbtide\.Options\(max_norm=\.\.\.\)"):
+        ENTRIES[entry](max_norm=torch.ones(()))
     with pytest.raises(UnknownArgument, match=r"has no argument 'gradiens'.*did you mean 'gradients'"):
         ENTRIES[entry](gradiens="all")
 

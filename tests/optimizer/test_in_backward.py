@@ -88,7 +88,9 @@ def test_who_reads_a_gradient_after_the_step_is_told_that_it_is_gone(pair: Pair)
     model, _ = pair
     step(pair)
     with pytest.raises(UsageError, match="is gone"):
-        _ = model.first.weight.grad
+        model.first.weight.grad.norm()  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="is gone"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(UsageError, match="set_to_none=False"):
         model.zero_grad(set_to_none=False)
 

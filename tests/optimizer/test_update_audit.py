@@ -232,7 +232,7 @@ def test_a_closure_may_not_clear_what_a_backward_before_it_has_applied(pair: Pai
         return loss
 
     closure()
-    with pytest.raises(UsageError, match="is to be cleared before"):
+    with pytest.raises(UsageError, match="or cleared, and step"):
         optimizer.step(closure)  # type: ignore[arg-type]
 
 

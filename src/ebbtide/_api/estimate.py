@@ -271,11 +271,10 @@ def capture_ahead(
     begin: Finish = itself
     finish: Finish = itself
     if options.inside:
-        refuse_to_step_inside(optimizer, options.scaler)
+        refuse_to_step_inside(optimizer)
         assert optimizer is not None
         device_type = None if target is None else target.device
-        scaled = options.scaler is not None
-        insertion = UpdateInsertion(optimizer, model, device_type, options.clipping, scaled=scaled)
+        insertion = UpdateInsertion(optimizer, model, device_type, options.clipping)
         begin, finish = insertion.with_norms, insertion.with_updates
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):

@@ -117,7 +117,7 @@ def fit(
     if asked.offload_optimizer:
         refuse_to_offload(optimizer, opened)
     if asked.inside:
-        refuse_to_step_inside(optimizer, asked.scaler)
+        refuse_to_step_inside(optimizer)
     FITTED[model] = fitted = _known_of(model, limit, given, asked, optimizer, opened)
     fitted.gradient_watcher.watch(parameters_in(model))
     set_class(model, fitted_class(type(model)))
@@ -189,7 +189,7 @@ def _known_of(
         optimizers=OptimizerLink(
             optimizer,
             offloaded=None if moves is None else offload_of(moves, next(iter(tiers.values()))),
-            in_backward=None if updates is None else OptimizerInBackward(updates, options.clipping, options.scaler),
+            in_backward=None if updates is None else OptimizerInBackward(updates, options.clipping),
         ),
         calls=Calls(
             fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
@@ -281,7 +281,7 @@ def set_optimizer(model: ModelT, optimizer: torch.optim.Optimizer) -> ModelT:
     refuse_foreign_optimizer(model, optimizer)
     link, tiers = fitted.optimizers, fitted.configuration.tiers
     if link.in_backward is not None and optimizer is not link.declared:
-        refuse_to_step_inside(optimizer, link.in_backward.scaler)
+        refuse_to_step_inside(optimizer)
     before = None if optimizer is link.declared else link.offloaded
     if before is not None:
         refuse_to_offload(optimizer, tiers)

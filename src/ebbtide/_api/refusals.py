@@ -29,7 +29,6 @@ from ebbtide.optimizer.in_step.coupling import refuse_coupled_steps
 from ebbtide.optimizer.state.combined import parts_of
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.fake_tensors import FakeTensor
-from ebbtide.torch_seams.scalers import unscales_itself
 
 __all__ = [
     "refuse_foreign_optimizer",
@@ -147,7 +146,7 @@ def refuse_to_offload(optimizer: torch.optim.Optimizer | None, tiers: Collection
         )
 
 
-def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None, scaler: object = None) -> None:
+def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None) -> None:
     """Refuse to have no optimizer in the step, or one that does not step on each parameter for itself.
 
     Raises:
@@ -159,13 +158,6 @@ def refuse_to_step_inside(optimizer: torch.optim.Optimizer | None, scaler: objec
             'step="inside")',
             argument="step",
             value="inside",
-        )
-    if scaler is not None and unscales_itself(optimizer):
-        raise UsageError(
-            f"scaler is not accepted: {type(optimizer).__name__} is made with fused=True, whose kernel unscales "
-            'gradients itself; make it with foreach=True, or leave step="inside" out',
-            argument="scaler",
-            value=scaler,
         )
     refuse_coupled_steps(optimizer)
 

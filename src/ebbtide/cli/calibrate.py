@@ -10,7 +10,7 @@ import typer
 
 from ebbtide.cli.arguments import AsJson, Size, Tiers
 from ebbtide.cli.imports import import_large
-from ebbtide.cli.options import CommandRequest, several_tiers
+from ebbtide.cli.options import several_tiers
 from ebbtide.cli.output import write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.options import Options
@@ -97,7 +97,7 @@ def _ways(duplex: bool) -> str:
 
 def _of_case(case: str, size: int | None, as_json: bool) -> None:
     """Facts about the kernels that rewrites of one step rest on."""
-    check_request(case, size, CommandRequest(Options()))
+    check_request(case, size, Options())
 
     from ebbtide.report.text.progress import ProgressDisplay
 

@@ -18,7 +18,7 @@ import typer
 from ebbtide.cli.arguments import CaseName, Image, Layers, Length, ReportFile, Size, sizes_of_zoo
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import CommandRequest, with_options
+from ebbtide.cli.options import with_options
 from ebbtide.cli.output import check_page, check_picture, save_frontier, save_report, write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import UsageError
@@ -46,7 +46,7 @@ def compare(
     case: CaseName,
     budgets: Annotated[str, typer.Option(help="separated by commas: 80%,60%,12GiB")] = "80%,60%,40%",
     planners: Annotated[str, typer.Option(help="names separated by commas, settings included, or all")] = "all",
-    request: CommandRequest,
+    options: Options,
     size: Size = None,
     layers: Layers = None,
     length: Length = None,
@@ -66,7 +66,6 @@ def compare(
     """
     check_page(report)
     check_picture(plot, "--plot")
-    options = request.options
     named = [each.strip() for each in budgets.split(",") if each.strip()]
     if not named:
         raise UsageError("--budgets names none; give some, as 80%,60%,12GiB", argument="budgets", value=budgets)
@@ -81,7 +80,7 @@ def compare(
         )
     if run and options.inside:
         raise UsageError("--run runs the step without its optimizer; leave --run or --step inside out")
-    check_request(case, size, request, run=run)
+    check_request(case, size, options, run=run)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -92,7 +91,7 @@ def compare(
 
     names = _names(planners, moving=bool(options.tiers))
     with ProgressDisplay(sys.stderr) as display:
-        captured, loaded = captured_step(case, size, request.complete(progress=display), display, sizes)
+        captured, loaded = captured_step(case, size, replace(options, progress=display), display, sizes)
         stop = _Stop()
         outcomes = _planned(captured, parsed, names, options, display, stop)
         rows = [row_of(captured.program.name, outcome) for outcome in outcomes]

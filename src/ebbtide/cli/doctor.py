@@ -8,17 +8,18 @@ A step that is not one program has only ``case``, ``captured`` and ``breaks``, a
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from ebbtide.cli.arguments import AsJson, CaseName, Image, Layers, Length, Size, sizes_of_zoo
 from ebbtide.cli.imports import import_large
-from ebbtide.cli.options import CommandRequest, with_options
+from ebbtide.cli.options import with_options
 from ebbtide.cli.output import write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import CaptureError, UsageError
+from ebbtide.options import Options
 from ebbtide.units import Budget
 
 __all__ = ["doctor"]
@@ -31,7 +32,7 @@ def doctor(
     budget: Annotated[
         str | None, typer.Option(help="one to judge: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")
     ] = None,
-    request: CommandRequest,
+    options: Options,
     size: Size = None,
     layers: Layers = None,
     length: Length = None,
@@ -45,13 +46,13 @@ def doctor(
     unplanned peak by module and line; that peak by kind and by type of layer; what pins the floor, and what would lower
     it. With --budget also what a plan within it costs.
     """
-    planner = request.options.planner
+    planner = options.planner
     limit = None if budget is None else Budget.parse(budget)
     if limit is None and planner != "auto":
         raise UsageError(
             f"--planner {planner} is judged by a plan within a budget; give --budget 60% besides", argument="planner"
         )
-    check_request(case, size, request)
+    check_request(case, size, options)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -62,7 +63,7 @@ def doctor(
     from ebbtide.report.text.progress import ProgressDisplay
 
     with ProgressDisplay(sys.stderr) as display:
-        options = request.complete(progress=display)
+        options = replace(options, progress=display)
         try:
             captured, _ = captured_step(case, size, options, display, sizes)
             found = examine(captured, limit, PlanningOptions.of(options), top)

@@ -8,6 +8,7 @@ the least budget for it.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
@@ -16,10 +17,10 @@ from ebbtide.cli.arguments import AsJson, Image, Layers, Length, sizes_of_zoo
 from ebbtide.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import CommandRequest, with_options
+from ebbtide.cli.options import with_options
 from ebbtide.cli.output import write_json
 from ebbtide.errors import UsageError
-from ebbtide.options import no_optimizer
+from ebbtide.options import Options, no_optimizer
 from ebbtide.units import Budget, format_allowed, format_percent
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def max_batch(
     length: Length = None,
     image: Image = None,
     overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
-    request: CommandRequest,
+    options: Options,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch whose training step fits a budget, without running it or running out.
@@ -60,7 +61,6 @@ def max_batch(
     if is_graph(case):
         raise UsageError(f"{case} has a fixed batch; name zoo:NAME or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
-    options = request.options
     parsed = Budget.parse(budget)
     check_case(case)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
@@ -89,7 +89,7 @@ def max_batch(
             budget=parsed,
             vary=word,
             overhead=limit,
-            options=request.complete(interrupt=keeper.interrupt, progress=keeper.tell),
+            options=replace(options, interrupt=keeper.interrupt, progress=keeper.tell),
         )
     if keeper.interrupt.interrupted:
         print(f"stopped by Ctrl-C: a longer search may find {_LARGER[word]}", file=sys.stderr)

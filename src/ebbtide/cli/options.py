@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +22,7 @@ from ebbtide.options import GRADIENTS, REWRITES, STEPS, Options, texts
 from ebbtide.planners import planner_names
 from ebbtide.tiers import TIERS
 
-__all__ = ["OPTIONS", "SEARCH", "CommandRequest", "beginning", "help_of", "several_tiers", "with_options"]
+__all__ = ["OPTIONS", "SEARCH", "beginning", "help_of", "several_tiers", "with_options"]
 
 
 def _machine_names() -> Iterable[str]:
@@ -39,7 +39,6 @@ OPTIONS: dict[str, tuple[Any, Callable[[], Iterable[str]] | None]] = {
     "offload_optimizer": (bool, None),
     "step": (str | None, lambda: STEPS),
     "max_norm": (float | None, None),
-    "scaler": (bool, None),
     "gradients": (str | None, lambda: GRADIENTS),
     "rewrites": (str | None, lambda: REWRITES),
     "effort": (int, None),
@@ -58,31 +57,10 @@ _ONLY_HERE = {
 _OF_CASES = frozenset(each.name for each in fields(Case))
 
 
-@dataclass(frozen=True)
-class CommandRequest:
-    """What a command was asked for.
-
-    Attributes:
-        options: checked, all but a scaler, which is one of torch's.
-        scaled: whether a scaler scales the loss.
-    """
-
-    options: Options
-    scaled: bool = False
-
-    def complete(self, **changes: Any) -> Options:
-        """The options with the scaler, for which torch is imported, and with ``changes`` of the running command."""
-        if self.scaled:
-            from torch.amp.grad_scaler import GradScaler
-
-            changes["scaler"] = GradScaler("cpu")
-        return replace(self.options, **changes)
-
-
 def with_options(
     *, without: Iterable[str] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with the options of :data:`OPTIONS` in the place of its ``request``, a :class:`CommandRequest`.
+    """A command with the options of :data:`OPTIONS` in the place of its ``options``, an :class:`Options`.
 
     Args:
         without: options that it does not take.
@@ -93,12 +71,12 @@ def with_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters: list[inspect.Parameter] = []
         for each in inspect.signature(command, eval_str=True).parameters.values():
-            own = [each] if each.name != "request" else [_parameter(name, defaults) for name in taken]
+            own = [each] if each.name != "options" else [_parameter(name, defaults) for name in taken]
             parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
 
         @functools.wraps(command)
         def with_record(**given: Any) -> None:
-            command(request=_request({name: given.pop(name) for name in taken}), **given)
+            command(options=_record({name: given.pop(name) for name in taken}), **given)
 
         with_record.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_record.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -119,7 +97,7 @@ def help_of(name: str) -> str:
     """The first sentence below a field as the command line writes it."""
     sentence = texts()[name].partition("\n\n")[0].removesuffix(".")
     said = re.sub(r'``"?(.*?)"?``', r"\1", " ".join(sentence.split()))
-    own = "; default: the case's own" if name in _OF_CASES and name != "scaler" else ""
+    own = "; default: the case's own" if name in _OF_CASES else ""
     return f"{said[0].lower()}{said[1:]}{_ONLY_HERE.get(name, '')}{own}"
 
 
@@ -132,7 +110,7 @@ def beginning(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
     return complete
 
 
-def _request(typed: dict[str, Any]) -> CommandRequest:
+def _record(typed: dict[str, Any]) -> Options:
     """The record of what was typed.
 
     Raises:
@@ -144,9 +122,8 @@ def _request(typed: dict[str, Any]) -> CommandRequest:
             argument="--offload-optimizer",
             value=True,
         )
-    scaled = typed.pop("scaler")
     typed |= {"tiers": several_tiers(typed["tiers"]), "optimizer": optimizer_named(typed["optimizer"])}
-    return CommandRequest(Options(**typed), scaled)
+    return Options(**typed)
 
 
 def several_tiers(names: str | None) -> list[str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,10 @@ import typer
 from ebbtide.cli.arguments import AsJson, CaseName, Image, Layers, Length, ReportFile, Size, sizes_of_zoo
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import CommandRequest, with_options
+from ebbtide.cli.options import with_options
 from ebbtide.cli.output import check_page, check_plan, save_plan, save_report, write_json
 from ebbtide.cli.steps import captured_step, check_request
+from ebbtide.options import Options
 from ebbtide.units import Budget
 
 __all__ = ["plan"]
@@ -24,7 +26,7 @@ def plan(
     *,
     case: CaseName,
     budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")],
-    request: CommandRequest,
+    options: Options,
     size: Size = None,
     layers: Layers = None,
     length: Length = None,
@@ -40,7 +42,7 @@ def plan(
     check_plan(out)
     check_page(report)
     limit = Budget.parse(budget)
-    check_request(case, size, request)
+    check_request(case, size, options)
     sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
 
     import_large("numpy", "torch")
@@ -49,8 +51,8 @@ def plan(
     from ebbtide.report.text.plan import write_plan
     from ebbtide.report.text.progress import ProgressDisplay
 
-    with ProgressDisplay(sys.stderr) as display, KeepBest(display, request.options.time_limit) as keeper:
-        options = request.complete(time_limit=None, interrupt=keeper.interrupt, progress=keeper.tell)
+    with ProgressDisplay(sys.stderr) as display, KeepBest(display, options.time_limit) as keeper:
+        options = replace(options, time_limit=None, interrupt=keeper.interrupt, progress=keeper.tell)
         captured, _ = captured_step(case, size, options, display, sizes)
         display.stage("planning")
         made = captured.plan(limit, PlanningOptions.of(options))

@@ -12,30 +12,29 @@ from ebbtide.step.machine import is_elsewhere
 if TYPE_CHECKING:
     from ebbtide._api.estimate import AheadStep
     from ebbtide.case import Case
-    from ebbtide.cli.options import CommandRequest
     from ebbtide.options import Options
     from ebbtide.report.text.progress import ProgressDisplay
 
 __all__ = ["captured_step", "check_request"]
 
 
-def check_request(case: str, size: int | None, request: CommandRequest, *, run: bool = False) -> None:
+def check_request(case: str, size: int | None, options: Options, *, run: bool = False) -> None:
     """Refuse what cannot be planned as far as that shows at once, without torch.
 
     Args:
         case: as it was typed.
         size: of ``--size``.
-        request: checked already by itself.
+        options: checked already by itself.
         run: of ``--run``.
 
     Raises:
         UsageError: for a case that is none, and for options that a graph file has no use for.
     """
     check_case(case, size)
-    request.options.require_tiers_for(request.options.planner)
+    options.require_tiers_for(options.planner)
     if is_graph(case):
-        given = ["size"] * (size is not None) + ["run"] * run + ["scaler"] * request.scaled
-        given += [name for name in request.options.set_fields() if name not in SEARCH]
+        given = ["size"] * (size is not None) + ["run"] * run
+        given += [name for name in options.set_fields() if name not in SEARCH]
         refuse_for_graphs(case, [f"--{name.replace('_', '-')}" for name in given])
 
 

@@ -1,12 +1,9 @@
-"""What an optimizer's step is without its hooks and counters, and who asks a parameter for its gradient.
+"""What an optimizer's step is without its hooks and counters, and a parameter's gradient past whoever is asked.
 
 1. ``Optimizer`` wraps the ``step`` of a class once (``profile_hook_step``), by ``functools.wraps``: hooks run in the
    wrapper. A scheduler wraps the ``step`` of an object, to count. The class's own function is below both.
 2. The gradient of a tensor is a descriptor of its base in C. A class of a parameter that has another descriptor of the
    name is asked by whoever reads it in Python, and by nobody in C++: neither autograd nor an optimizer's kernels.
-3. What clears gradients is one of two functions of torch's, and asks first.
-4. A frame is of an optimizer's step if it was called, at whatever remove, by a function of the optimizer's class, and
-   the wrapper of definition 1, which calls hooks, is not in between.
 """
 
 from __future__ import annotations
@@ -21,21 +18,17 @@ from typing import Any
 import torch
 
 __all__ = [
-    "clears_gradients",
     "closure_in",
     "first_of_step_post_hooks",
     "first_of_step_pre_hooks",
     "frame_of_step",
-    "functions_of",
     "gradient_of",
     "has_gradient_hooks",
     "hook_bases",
     "is_last_before_step",
-    "is_of_step",
     "is_of_torch",
     "own_step",
     "parameters_stepped_by",
-    "reader",
     "set_gradient",
     "steps_otherwise",
     "will_accumulate",
@@ -43,9 +36,6 @@ __all__ = [
 ]
 
 _GRADIENT: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
-_CLEARING: frozenset[CodeType] = frozenset(
-    inspect.unwrap(each).__code__ for each in (torch.optim.Optimizer.zero_grad, torch.nn.Module.zero_grad)
-)
 
 
 def parameters_stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -97,16 +87,6 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def reader() -> FrameType:
-    """The frame of whoever reads or sets an attribute; called in the descriptor's own method."""
-    return sys._getframe(2)
-
-
-def clears_gradients(frame: FrameType) -> bool:
-    """Whether it is a call of one of the two functions of definition 3."""
-    return frame.f_code in _CLEARING
-
-
 def first_of_step_post_hooks(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Any:
     """Call ``hook`` after every step, before all other hooks that are there; the handle removes it."""
     handle = optimizer.register_step_post_hook(hook)
@@ -143,25 +123,6 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return own_step(type(optimizer)).__module__.startswith("torch.optim.") and not isinstance(
         optimizer, torch.optim.LBFGS
     )
-
-
-def functions_of(optimizer: torch.optim.Optimizer) -> frozenset[CodeType]:
-    """The code of the functions of its class and of the bases of that."""
-    functions = (
-        inspect.unwrap(each) for kind in type(optimizer).__mro__ for each in vars(kind).values() if callable(each)
-    )
-    return frozenset(each.__code__ for each in functions if inspect.isfunction(each))
-
-
-def is_of_step(frame: FrameType, functions: frozenset[CodeType]) -> bool:
-    """Whether it is of the step of the optimizer that has these functions (definition 4)."""
-    calls_hooks = _calls_hooks()
-    caller: FrameType | None = frame
-    while caller is not None and caller.f_code is not calls_hooks:
-        if caller.f_code in functions:
-            return True
-        caller = caller.f_back
-    return False
 
 
 @functools.cache

@@ -57,14 +57,13 @@ class UpdateCosts:
         state = self._state * parameter.nbytes // max(self._trained, 1)
         return self._bytes_of[key], 3 * parameter.nbytes + 2 * state
 
-    def of_partial_norm(self, parameter: torch.Tensor, *, copies: bool = False) -> tuple[int, int]:
-        """Bytes that the norm of a gradient like ``parameter`` takes, and that it reads; ``copies`` if it takes a copy.
+    def of_partial_norm(self, parameter: torch.Tensor) -> tuple[int, int]:
+        """Bytes that the norm of a gradient like ``parameter`` takes, and that it reads.
 
         On a card a kernel for lists adds up parts of :data:`_PART_ELEMENTS` elements.
         """
         parts = -(-parameter.numel() // _PART_ELEMENTS)
-        copy = -(-parameter.nbytes // _LEAST_ON_CARD_BYTES) * _LEAST_ON_CARD_BYTES if copies else 0
-        return copy + (parts * _NUMBER_BYTES if self._on_card(parameter) else 0), parameter.nbytes
+        return parts * _NUMBER_BYTES if self._on_card(parameter) else 0, parameter.nbytes
 
     def of_total_norm(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Bytes that the norm of all their norms takes, with what it is made into, and that it reads."""

@@ -4,10 +4,7 @@
 2. Where gradients are clipped by their norm, the norm of each is taken when it is made, that of all once all are there,
    and updates come after that. Gradients that are there already are added to first, and those of parameters that the
    step does not reach are in the norm and are scaled in place, as ``clip_grad_norm_`` does.
-3. With a gradient scaler each is searched for elements that are not finite, likewise. If one has some, nothing is
-   updated, and the scaler is told so when it asks (``applied``); else each is multiplied by what the scale was when the
-   backward began, inverted, before it is clipped and applied.
-4. A backward that fails after its first update raises :class:`~ebbtide.errors.UpdateError`, which names what has been
+3. A backward that fails after its first update raises :class:`~ebbtide.errors.UpdateError`, which names what has been
    updated: those steps are made, the others are not.
 """
 
@@ -23,8 +20,7 @@ from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.optimizer.in_step.updates import names_of
 from ebbtide.torch_seams.gradient_norms import coefficient_of, norm_of, scale_by, total_of
-from ebbtide.torch_seams.optimizers import gradient_of, set_gradient, will_accumulate
-from ebbtide.torch_seams.scalers import inverse_scale_of, multiply_and_check
+from ebbtide.torch_seams.optimizers import gradient_of, will_accumulate
 
 __all__ = ["BackwardUpdates"]
 
@@ -51,10 +47,6 @@ class BackwardUpdates:
         self._left_out: set[int] = set()
         self._updated: list[tuple[torch.Tensor, str]] = []
         self._coefficient: torch.Tensor | None = None
-        self._skipped: list[tuple[torch.Tensor, str]] = []
-        self._overflow: torch.Tensor | None = None
-        self._inverse: torch.Tensor | None = None
-        self._skips = False
 
     def begin(self, node: Any, unused: frozenset[int]) -> None:
         """Its backward begins.
@@ -68,7 +60,6 @@ class BackwardUpdates:
         self._in_backward.begin()
         self._updated = []
         self._coefficient = None
-        self._begin_scaled()
         self._left_out = set(unused)
         for position, (parameter, name) in self._trained.items():
             if id(parameter) not in self._groups or not parameter.requires_grad:
@@ -88,44 +79,22 @@ class BackwardUpdates:
             if not wanted:
                 self._left_out.add(position)
 
-    def _begin_scaled(self) -> None:
-        """Begin to look for gradients that are not finite (definition 3)."""
-        self._skipped, self._skips, self._inverse = [], False, None
-        if (scaler := self._in_backward.scaler) is not None:
-            self._inverse = inverse_scale_of(scaler)
-            if self._inverse is None:
-                raise UsageError(
-                    "the model was fitted with a scaler, which has not scaled this loss: scaler.scale(loss).backward()"
-                )
-            self._overflow = torch.zeros_like(self._inverse)
-
-    def _partial_norm(self, gradient: torch.Tensor) -> torch.Tensor:
-        """One number that is known of ``gradient``, which stays as it is: its norm, once it is unscaled."""
-        clipping = self._in_backward.clipping
-        if self._inverse is not None and self._overflow is not None:
-            if gradient.dtype == torch.float16:
-                raise ValueError("Attempting to unscale FP16 gradients.")  # as the scaler says it
-            if clipping is None:
-                multiply_and_check(gradient, self._overflow, torch.ones_like(self._inverse))
-                return gradient.new_zeros(())
-            gradient = gradient.clone()
-            multiply_and_check(gradient, self._overflow, self._inverse)
-        assert clipping is not None
-        return norm_of(gradient, clipping.norm_type, clipping.foreach)
-
     def partial_norm(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
-        """What is known of the gradient that the parameter at ``position`` has with this one (definitions 2 and 3)."""
+        """The norm of the gradient that the parameter at ``position`` has with this one (definition 2)."""
         if position in self._left_out:
             return gradient.new_zeros(())
+        clipping = self._in_backward.clipping
+        assert clipping is not None
         with torch.no_grad():
             if (existing := gradient_of(self._trained[position][0])) is not None:
                 existing += gradient
                 gradient = existing
-            return self._partial_norm(gradient)
+            return norm_of(gradient, clipping.norm_type, clipping.foreach)
 
     def total_norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """What gradients are scaled by, of all that parameters have (definitions 2 and 3)."""
+        """What gradients are scaled by, of all that parameters have (definition 2)."""
         clipping = self._in_backward.clipping
+        assert clipping is not None
         made_norms = {id(self._trained[i][0]): norm for i, norm in norms.items() if i not in self._left_out}
         parts: list[torch.Tensor] = []
         of: list[torch.Tensor] = []
@@ -136,18 +105,9 @@ class BackwardUpdates:
                     parts.append(norm)
                     of.append(parameter)
                 elif (gradient := gradient_of(parameter)) is not None:
-                    parts.append(self._partial_norm(gradient))
+                    parts.append(norm_of(gradient, clipping.norm_type, clipping.foreach))
                     of.append(gradient)
                     others.append(gradient)
-            if self._overflow is not None and self._inverse is not None:
-                self._skips = bool(self._overflow.item())
-            if clipping is None:
-                return next(iter(norms.values()))
-            if others and self._inverse is not None:
-                raise UsageError(
-                    "a parameter has a gradient that this step does not add to, and the scaler unscales it after the "
-                    "step has clipped: clear gradients before such a step, or leave max_norm out"
-                )
             total = total_of(parts, of, clipping.norm_type, error_if_nonfinite=clipping.error_if_nonfinite)
             self._in_backward.total_norm = total
             self._coefficient = coefficient_of(total, clipping.max_norm)
@@ -160,27 +120,17 @@ class BackwardUpdates:
         if position in self._left_out:
             return
         parameter, name = self._trained[position]
-        if self._skips:
-            self._skipped.append((parameter, name))
-            set_gradient(parameter, None)
-            return
         clipping = self._in_backward.clipping
-        if clipping is not None or self._inverse is not None:
+        if clipping is not None and self._coefficient is not None:
             gradient = gradient if (existing := gradient_of(parameter)) is None else existing
             with torch.no_grad():
-                if self._inverse is not None and self._overflow is not None:
-                    multiply_and_check(gradient, self._overflow, self._inverse)
-                if clipping is not None and self._coefficient is not None:
-                    scale_by(gradient, self._coefficient, clipping.foreach)
+                scale_by(gradient, self._coefficient, clipping.foreach)
         # In the list first: an update that is interrupted may have been made in part.
         self._updated.append((parameter, name))
         step_parameter(self._in_backward.optimizer, self._groups[id(parameter)], parameter, gradient)
 
     def end(self) -> None:
         """Its backward has returned, or failed."""
-        self._in_backward.gradient_guard.overflowed = self._skips
-        if self._skipped:
-            self._in_backward.gradient_guard.add(self._skipped)
         if self._updated:
             self._in_backward.order_new_state()
             self._in_backward.has_updated = True
@@ -188,7 +138,7 @@ class BackwardUpdates:
         self._in_backward.update_audit.note_tensors()
 
     def failed(self, error: BaseException) -> BaseException:
-        """What to raise in place of ``error`` (definition 4)."""
+        """What to raise in place of ``error`` (definition 3)."""
         if not self._updated:
             return error
         names = [name for _, name in self._updated]

@@ -7,7 +7,7 @@
 2. Before ``optimizer.step()`` nothing but that step may ask: a clipping, a scaler, a log would see ``None`` and go on,
    and to clear means to leave an update out that has been made.
 3. ``optimizer.step()`` finds no gradient and does nothing more. From then on clearing ends it (``zero_grad``,
-   ``p.grad = None``); any other reader is told that the gradient is gone.
+   ``p.grad = None``); any other reader gets what can be used for nothing (:class:`_Gone`).
 4. A backward that begins while something is not cleared would add to it in eager, so it is refused.
 5. While a training call looks at the model, parameters have their own classes: captures depend on them.
 """
@@ -18,13 +18,12 @@ import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ebbtide.errors import UsageError
-from ebbtide.torch_seams.optimizers import clears_gradients, gradient_of, is_of_step, reader, set_gradient
+from ebbtide.torch_seams.optimizers import gradient_of, set_gradient
 
 __all__ = ["GradientGuard", "GuardState"]
 
@@ -48,30 +47,50 @@ class GuardState(enum.Enum):
     STEPPED = "stepped, and not cleared"
 
 
+class _Gone:
+    """What a reader gets for the gradient of parameter ``name`` after the step: whatever is done with it raises."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<the gradient of {self._name}, which was applied in the backward>"
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(
+            f'the gradient of {self._name} was applied in the backward (step="inside") and is gone: there is none to '
+            "read, or to set to zero (zero_grad(set_to_none=False)), until it is cleared (optimizer.zero_grad()) and "
+            "another backward has run. What is logged of gradients needs the optimizer outside of the step: leave "
+            'step="inside" out'
+        )
+
+    def __getattr__(self, _: str) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: object, types: object, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next((each for each in args if isinstance(each, cls)), cls("a parameter"))._refuse()
+
+
 class GradientGuard:
     """Applied gradients of one model.
 
     Args:
-        functions: of the optimizer's class.
         clips: whether the step clips gradients itself.
 
     Attributes:
         state: of all of them.
-        in_step: whether ``optimizer.step()`` runs.
-        overflowed: whether some were not finite, so that nothing has been updated.
+        in_step: whether ``optimizer.step()`` runs, and all hooks before it have.
         rounds: how often a backward has updated something.
         stepped_round: the last of these whose ``optimizer.step()`` has ended.
     """
 
-    def __init__(self, functions: frozenset[CodeType], *, clips: bool = False) -> None:
+    def __init__(self, *, clips: bool = False) -> None:
         self._clips = clips
-        self.overflowed = False
         self.rounds = self.stepped_round = 0
         self.state = GuardState.CLEARED
         self.in_step = False
-        self._functions = functions
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
-        self._unscaling = False
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -123,46 +142,20 @@ class GradientGuard:
         if "_ebbtide_applied" in vars(type(parameter)):
             parameter.__class__ = type(parameter).__bases__[0]  # type: ignore[assignment]
 
-    @contextmanager
-    def unscaled(self) -> Iterator[tuple[set[torch.device], bool]]:
-        """While open, a scaler looks at gradients, and sees none of those that were applied.
-
-        Gives the devices of these, and whether any was not finite; the scaler leaves ``optimizer.step()`` out then.
-        """
-        if self.state is not GuardState.UPDATED:
-            yield set(), False
-            return
-        self._unscaling = True
-        try:
-            yield {each.device for each in self.parameters}, self.overflowed
-        finally:
-            self._unscaling = False
-        if self.overflowed:
-            self.state = GuardState.STEPPED
-
     # -- who asks -------------------------------------------------------------------------------------------
 
-    def read(self, parameter: torch.Tensor, frame: FrameType) -> torch.Tensor | None:
+    def read(self, parameter: torch.Tensor) -> Any:
         """Somebody reads the gradient of ``parameter``."""
-        clears = clears_gradients(frame)
-        if self._unscaling:
-            return None
-        if self.in_step and not clears and is_of_step(frame, self._functions):
+        if self.in_step:
             return gradient_of(parameter)
-        if self.state is GuardState.STEPPED and clears:
-            if frame.f_locals.get("set_to_none") is False:
-                raise UsageError(
-                    "zero_grad(set_to_none=False) would keep zeros in the memory of gradients that the step has "
-                    'applied and freed (step="inside"); leave the argument out'
-                )
-            self._done(parameter)
-            return None
-        raise self._refusal(parameter, clears=clears)
+        if self.state is GuardState.STEPPED:
+            return _Gone(self._names[id(parameter)][1])
+        raise self._refusal(parameter)
 
-    def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None, frame: FrameType) -> None:
+    def write(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Somebody sets it."""
         if self.state is not GuardState.STEPPED:
-            raise self._refusal(parameter, clears=gradient is None)
+            raise self._refusal(parameter)
         self._done(parameter)
         set_gradient(parameter, gradient)
 
@@ -172,25 +165,14 @@ class GradientGuard:
         if not self._names:
             self.state = GuardState.CLEARED
 
-    def _refusal(self, parameter: torch.Tensor, *, clears: bool) -> UsageError:
+    def _refusal(self, parameter: torch.Tensor) -> UsageError:
         _, name = self._names[id(parameter)]
-        if self.state is GuardState.STEPPED and not self.in_step:  # in the step only its own hooks get here
-            return UsageError(
-                f'the gradient of {name} was applied in the backward (step="inside") and is gone: there is none to '
-                "read until it is cleared (optimizer.zero_grad()) and another backward has run. What is logged of "
-                'gradients needs the optimizer outside of the step: leave step="inside" out'
-            )
-        if clears:
-            return UsageError(
-                f'the gradient of {name} is to be cleared before optimizer.step(), and step="inside" has applied it in '
-                "the backward: this update cannot be left out any more. Call optimizer.step() after every backward; to "
-                "look at a loss first (torch.isfinite(loss)), do so before loss.backward(); to accumulate, run all but "
-                "the last backward in ebbtide.no_update(model)"
-            )
         return UsageError(
-            f'the gradient of {name} is read before optimizer.step(), and step="inside" has applied it in the '
-            f"backward: there is none. {_CLIPPED if self._clips else _TO_CLIP}. What scales them (GradScaler) is given "
-            "to fit as scaler=, and stays in the loop. What logs gradients needs the optimizer outside of the step: "
+            f'the gradient of {name} is read before optimizer.step(), or cleared, and step="inside" has applied it in '
+            f"the backward: there is none, and this update cannot be left out any more. "
+            f"{_CLIPPED if self._clips else _TO_CLIP}. Look at a loss (torch.isfinite(loss)) before loss.backward(); "
+            "accumulate in ebbtide.no_update(model); call optimizer.step() after every backward. What scales losses "
+            "(GradScaler, whose scale is in this update) or logs gradients needs the optimizer outside of the step: "
             'leave step="inside" out'
         )
 
@@ -206,14 +188,14 @@ class _Gradient:
         if parameter is None:
             return self
         guard = _guards.get(id(parameter))
-        return gradient_of(parameter) if guard is None else guard.read(parameter, reader())
+        return gradient_of(parameter) if guard is None else guard.read(parameter)
 
     def __set__(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         guard = _guards.get(id(parameter))
         if guard is None:
             set_gradient(parameter, gradient)
         else:
-            guard.write(parameter, gradient, reader())
+            guard.write(parameter, gradient)
 
     def __delete__(self, parameter: torch.Tensor) -> None:
         self.__set__(parameter, None)

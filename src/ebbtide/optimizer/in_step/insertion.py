@@ -26,7 +26,6 @@ class UpdateInsertion:
         model: whose parameters they are.
         device: type of the one that the step is for; that of the parameters if ``None``.
         clipping: by what gradients are clipped first.
-        scaled: whether they are to be unscaled first, and to be finite.
     """
 
     def __init__(
@@ -35,10 +34,7 @@ class UpdateInsertion:
         model: torch.nn.Module,
         device: str | None = None,
         clipping: Clipping | None = None,
-        *,
-        scaled: bool = False,
     ) -> None:
-        self._scaled = scaled
         self._optimizer = optimizer
         self._clipping = clipping
         self._trained: Mapping[str, torch.Tensor] = dict(model.named_parameters())
@@ -58,22 +54,19 @@ class UpdateInsertion:
         return updating
 
     def with_norms(self, captured: Captured) -> Captured:
-        """``captured`` with norms of all gradients, where something is to be known of all; before any rewrite of it.
+        """``captured`` with norms of all gradients, where they are clipped; before any rewrite of it.
 
         Raises:
             CaptureError: if a parameter gets a gradient that the step does not apply, so that there is no norm of all.
         """
-        if self._clipping is None and not self._scaled:
+        if self._clipping is None:
             return captured
-        copies = self._clipping is not None and self._scaled
         updates = self._updates(captured)
         self._refuse_what_is_left(captured, {each.position for each in updates})
         if not updates:
             return captured
         norms = {
-            PartialNorm(each.position, each.parameter): self._costs.of_partial_norm(
-                self._trained[each.parameter], copies=copies
-            )
+            PartialNorm(each.position, each.parameter): self._costs.of_partial_norm(self._trained[each.parameter])
             for each in updates
         }
         normed = with_norms(
@@ -84,18 +77,15 @@ class UpdateInsertion:
 
     def _refuse_what_is_left(self, captured: Captured, updated: set[int]) -> None:
         gradients = captured.outputs[captured.forward_output_count :]
-        groups = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         for position, (name, gradient) in enumerate(zip(captured.parameters, gradients, strict=True)):
             if not name or not isinstance(gradient, fx.Node) or position in updated:
                 continue
-            if self._clipping is not None or id(self._trained[name]) in groups:
-                word = "scaler" if self._clipping is None else "max_norm"
-                raise CaptureError(
-                    f"{word} is of the gradients of all parameters, and {name} gets one that the optimizer in the "
-                    "step does not apply",
-                    remedy="give the optimizer all parameters that are trained and freeze the others "
-                    '(requires_grad_(False)), or leave step="inside" out',
-                )
+            raise CaptureError(
+                f"max_norm is of the gradients of all parameters, and {name} gets one that the optimizer in the "
+                "step does not apply",
+                remedy="give the optimizer all parameters that are trained and freeze the others "
+                '(requires_grad_(False)), or leave step="inside" out',
+            )
 
     def _updates(self, captured: Captured) -> dict[Update, tuple[int, int]]:
         """Updates of the optimizer's parameters, with the bytes that each takes and moves."""

@@ -1,7 +1,6 @@
 """A captured step that finds out about all gradients before it applies any, as a captured step.
 
-1. A *partial norm* is an op that runs once, right behind a gradient, and makes one number of it; where gradients are
-   only unscaled, that number means nothing, and what counts is that each has been searched for infinities.
+1. A *partial norm* is an op that runs once, right behind a gradient, and makes one number of it.
 2. The *total norm* is an op that runs once, reads all partial norms, and gives what every gradient is scaled by.
    Updates read it, so none comes before it (``optimizer.in_step.updates``).
 3. An update scales its gradient in place, so nobody else may read that one: of a gradient that others read it takes a

@@ -46,7 +46,6 @@ from ebbtide.torch_seams.data_parallel import bucket_bytes
 from ebbtide.torch_seams.optimizers import (
     closure_in,
     first_of_step_post_hooks,
-    functions_of,
     gradient_of,
     has_gradient_hooks,
     is_last_before_step,
@@ -54,7 +53,6 @@ from ebbtide.torch_seams.optimizers import (
     set_gradient,
     with_closure,
 )
-from ebbtide.torch_seams.scalers import unscaling_answered
 
 __all__ = ["OptimizerInBackward"]
 
@@ -65,7 +63,6 @@ class OptimizerInBackward:
     Args:
         optimizer: whose step may be taken for one parameter at a time (``in_step.coupling``).
         clipping: by what gradients are clipped first.
-        scaler: that scales losses, if it is enabled.
 
     Attributes:
         total_norm: of the gradients of the last backward that has taken it, before they were clipped.
@@ -78,13 +75,11 @@ class OptimizerInBackward:
         self,
         optimizer: torch.optim.Optimizer,
         clipping: Clipping | None = None,
-        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.clipping = clipping
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.total_norm: torch.Tensor | None = None
-        self.gradient_guard = GradientGuard(functions_of(optimizer), clips=clipping is not None)
+        self.gradient_guard = GradientGuard(clips=clipping is not None)
         self.update_audit = UpdateAudit(optimizer, self.gradient_guard)
         self.has_updated = False
         self._closed = False
@@ -100,17 +95,12 @@ class OptimizerInBackward:
             optimizer.register_step_pre_hook(left_out_of_traces(before, why)),
             first_of_step_post_hooks(optimizer, left_out_of_traces(after, why)),
         )
-        self._unscaling = (
-            None if self.scaler is None else unscaling_answered(self.scaler, optimizer, self.gradient_guard.unscaled)
-        )
 
     def close(self) -> None:
         """The model is not fitted any more, or has another optimizer."""
         self._closed = True
         for hook in self._hooks:
             hook.remove()
-        if self._unscaling is not None:
-            self._unscaling.close()
         self.gradient_guard.clear()
 
     # -- the step -------------------------------------------------------------------------------------------
@@ -122,9 +112,7 @@ class OptimizerInBackward:
 
     def bind(self, module: torch.nn.Module) -> None:
         """Learn whose parameters the optimizer steps; called before the module's steps get updates."""
-        self._insertion = UpdateInsertion(
-            self.optimizer, module, clipping=self.clipping, scaled=self.scaler is not None
-        )
+        self._insertion = UpdateInsertion(self.optimizer, module, clipping=self.clipping)
         self._module = weakref.ref(module)
 
     def with_norms(self, captured: Captured) -> Captured:
@@ -264,22 +252,28 @@ class OptimizerInBackward:
                 updated=self.gradient_guard.names if self.gradient_guard.state is GuardState.UPDATED else [],
             )
         if closure is not None:
-            instead = functools.partial(self._call_closure, closure, itertools.count())
-            self.gradient_guard.in_step = True
-            return with_closure(args, kwargs, instead)
+            self.gradient_guard.in_step = not is_of_torch(self.optimizer)
+            return with_closure(args, kwargs, functools.partial(self._call_closure, closure, itertools.count()))
         if self.gradient_guard.state is GuardState.CLEARED and self.clipping is not None:
             self._clip(self.clipping)
-        self.gradient_guard.in_step = True
         if is_of_torch(self.optimizer):
             why = "Ebbtide steps what is left to step"
             return with_closure(args, kwargs, left_out_of_traces(self._instead_of_a_closure, why))
+        is_last = is_last_before_step(self.optimizer, self._hooks[0])
+        if not is_last and self.gradient_guard.state is GuardState.UPDATED:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} has hooks before its step that were registered after fit, and would "
+                "be shown no gradients: register them before fit. The weights are updated; this step is not counted yet"
+            )
+        self.gradient_guard.in_step = True
         self._allow_step()
-        if is_last_before_step(self.optimizer, self._hooks[0]):
+        if is_last:
             self._step_each()
         return None
 
     def _instead_of_a_closure(self) -> None:
         """All hooks before the step have run, and none of them has raised."""
+        self.gradient_guard.in_step = True
         self._allow_step()
         self._step_each()
 
@@ -328,11 +322,6 @@ class OptimizerInBackward:
         if self.gradient_guard.state is not GuardState.UPDATED:
             return
         try:
-            if self.gradient_guard.overflowed:
-                raise UsageError(
-                    "gradients of this step are not finite, and nothing has been updated: scaler.step(optimizer) "
-                    "leaves the step out, where optimizer.step() would make it",
-                )
             self._refuse_late_gradients()
             self.update_audit.refuse_changes()
         except BaseException:

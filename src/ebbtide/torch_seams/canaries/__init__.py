@@ -29,7 +29,6 @@ from ebbtide.torch_seams.canaries import (
     offloaded,
     optimizers,
     patches,
-    scalers,
     storages,
     tracing,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "optimizers",
     "patches",
     "run",
-    "scalers",
     "storages",
     "tracing",
 ]
