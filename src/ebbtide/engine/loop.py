@@ -469,8 +469,7 @@ def _ran(model: FittedModel, step: Step, pending: PendingStep, now: CallContext)
         step.optimizer_traffic = optimizers.offloaded.traffic
     if step.forward_calls > 1:
         model.steps.served_again(now)
-    plan = None if pending.executable is None else pending.executable.plan
-    optimizers.forward_ran(plan, now, step.resident_bytes(now))
+    optimizers.forward_ran(now)
     if now.checkpointed:
         return
     if now.flying_bytes:

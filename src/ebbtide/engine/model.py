@@ -95,7 +95,6 @@ class FittedModel:
     def _ask(self, request: Request) -> None:
         """Also plans that another thread is making do not hold: they are of what was asked for before."""
         self.request = request
-        self.optimizers.forget_forward()
         self.steps.forget_plans()
 
     def observe(self, call: Call) -> CallContext:

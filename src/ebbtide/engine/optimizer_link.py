@@ -6,7 +6,7 @@ Their state counts as resident, that of the first one before it exists.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,6 @@ from ebbtide.optimizer.state.combined import class_names, parts_of
 from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import StepEnd
-from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import IN_THE_STEP
 from ebbtide.torch_seams.optimizers import is_of_torch, parameters_stepped_by
 
@@ -54,7 +53,7 @@ class OptimizerLink:
         self.others = weakref.WeakSet[torch.optim.Optimizer]()
         self._state_at_first_step = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._stepping: OptimizerStepCost | None = None
-        self._refuse_more: Callable[[], None] | None = None
+        self._planned_with: object = None  # options that the last forward counted on
         self._parameters_planned_for: int | None = None
 
     @property
@@ -116,6 +115,7 @@ class OptimizerLink:
             )
         replaced = [each for each in self.all if _state_bytes(each) and each is not optimizer]
         self.declared, self._stepping, self._parameters_planned_for = optimizer, None, None
+        self._planned_with = None
         self.others = weakref.WeakSet(replaced)
         if self.in_backward is not None:
             self.in_backward.close()
@@ -130,15 +130,15 @@ class OptimizerLink:
         Raises:
             UsageError: if another has stepped these weights inside of a step, and its own step has not been called.
                 Nothing has been changed.
-            BudgetError: if options have been changed since the last call, for which its budget has no room.
+            UsageError: if options that its step's bytes depend on have been changed since the last call.
         """
         declared = self.declared
         is_declared = declared is not None and (
             optimizer is declared or any(each is optimizer for each in optimizers_in(declared))
         )
-        if is_declared and self._refuse_more is not None:
-            self._refuse_more()
-            self._refuse_more = None
+        if is_declared and self._planned_with is not None and self.step_cost is not None:
+            self.step_cost.refuse_changes(self._planned_with)
+            self._planned_with = None
         if is_declared or (self.in_backward is None and optimizer in self.others):
             return
         in_backward = self.in_backward
@@ -159,7 +159,7 @@ class OptimizerLink:
         self._state_at_first_step[optimizer] = _state_bytes(optimizer)
         if declared is not None and self.offloaded is None and _parameter_ids(declared) <= _parameter_ids(optimizer):
             self.others.add(declared)
-            self.declared = self._stepping = self._refuse_more = None
+            self.declared = self._stepping = self._planned_with = None
 
     # -- what they keep, and will keep --------------------------------------------------------------------------
 
@@ -223,24 +223,11 @@ class OptimizerLink:
             return IN_THE_STEP
         return "" if (step := self.step_cost) is None else taken_in_words(step.taken_bytes(now.trained))
 
-    def forward_ran(self, plan: Plan | None, now: CallContext, resident_bytes: int) -> None:
-        """Note under which ``plan`` a forward ran, so that options changed before the step are held against it.
-
-        Args:
-            plan: that it ran under.
-            now: what surrounded its call.
-            resident_bytes: before that.
-        """
-        if (step := self.step_cost) is None or plan is None or self.in_backward is not None or now.checkpointed:
-            self._refuse_more = None
-            return
-        self._refuse_more = step.recheck(
-            plan, resident_bytes, now.trained, summed=now.accumulating, gone_bytes=now.flying_bytes
-        )
-
-    def forget_forward(self) -> None:
-        """Hold nothing against the plan of the last forward: another budget or optimizer was asked for."""
-        self._refuse_more = None
+    def forward_ran(self, now: CallContext) -> None:
+        """Note with which options a forward ran, of which others before the optimizer's step are refused."""
+        step = self.step_cost
+        counts = step is not None and self.in_backward is None and not now.checkpointed
+        self._planned_with = step.options() if step is not None and counts else None
 
     # -- in words -----------------------------------------------------------------------------------------------
 

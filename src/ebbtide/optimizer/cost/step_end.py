@@ -5,26 +5,22 @@
    which no backward has applied the gradient (``in_step.optimizer_in_backward``). No plan of the model's step lowers
    that, so a budget has to have room for it.
 2. It is looked at again where what it depends on has changed: groups, frozen parameters, options, of numbers only
-   whether they are 0. Where that is between a call and ``optimizer.step()``, the step is held against the budget of
-   that call, before it has changed anything (:meth:`OptimizerStepCost.recheck`).
+   whether they are 0. Where that is between a call and ``optimizer.step()``, the step is refused before it has changed
+   anything (:meth:`OptimizerStepCost.refuse_changes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ebbtide.measurement.resident import kept_by, optimizers_in, storages_in
+from ebbtide.errors import UsageError
 from ebbtide.optimizer.cost.step_bytes import step_bytes
-from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import NOTHING_AFTER, SCALARS_BYTES, StepEnd
-from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import NOT_KNOWN
-from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.torch_seams.optimizers import parameters_stepped_by
 from ebbtide.units import format_bytes
 
@@ -51,14 +47,10 @@ def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_
     in_backward = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
     return StepEnd(
         taken_bytes + slack,
-        what=_what(optimizer),
+        what=f"the tensors that {type(optimizer).__name__} makes while it steps",
         remedy=f"take an optimizer that makes fewer (SGD){less_at_once(optimizer)}{in_backward}",
         slack_bytes=slack,
     )
-
-
-def _what(optimizer: torch.optim.Optimizer) -> str:
-    return f"the tensors that {type(optimizer).__name__} makes while it steps"
 
 
 def less_at_once(optimizer: torch.optim.Optimizer) -> str:
@@ -106,63 +98,35 @@ class OptimizerStepCost:
         Args:
             trained: which parameters take gradients, in any form.
         """
-        key = self.key(trained)
+        key = trained, self.options(), settings_of(vars(self.optimizer))
         if self._last[0] != key:
             self._last = (key, self._foreseen_bytes())
         return self._last[1]
 
-    def key(self, trained: bytes) -> object:
-        """What it depends on (definition 2)."""
+    def options(self) -> object:
+        """What of its groups it depends on (definition 2)."""
         groups = self.optimizer.param_groups
-        counts = [(id(each), len(each["params"])) for each in groups]
-        return trained, counts, settings_of(vars(self.optimizer), *groups)
+        return [(id(each), len(each["params"])) for each in groups], settings_of(*groups)
 
     def end(self, trained: bytes) -> StepEnd:
         """What a budget needs at its step (definition 1); ``trained`` as above."""
         return end_of(self.optimizer, self.taken_bytes(trained), one_by_one=self.one_by_one)
 
-    def recheck(
-        self, plan: Plan, resident_bytes: int, trained: bytes, *, summed: bool, gone_bytes: int
-    ) -> Callable[[], None]:
-        """What refuses the step that comes after a call, should it take more by then than the budget has room for.
+    def refuse_changes(self, options: object) -> None:
+        """Refuse to step by other ``options`` than those that a call was planned with.
 
-        Args:
-            plan: that the call ran under.
-            resident_bytes: when it began.
-            trained: as above.
-            summed: whether the call's gradients were added to others.
-            gone_bytes: what forwards kept that were pending.
-
-        Returns:
-            A function that raises :class:`~ebbtide.errors.BudgetError`; nothing has been stepped then.
+        Raises:
+            UsageError: if there are gradients to step by. Nothing has been stepped.
         """
-        key, had_state = self.key(trained), any(any(each.state.values()) for each in optimizers_in(self.optimizer))
-
-        def refuse_more() -> None:
-            if self.key(trained) == key or all(each.grad is None for each in parameters_stepped_by(self.optimizer)):
-                return
-            # State may have been loaded since.
-            state = sum(storages_in([kept_by(each) for each in optimizers_in(self.optimizer)]).values())
-            counted = plan.resident_parts.get(OPTIMIZER_STATE, state) if had_state else 0
-            end = self.end(trained)
-            end = replace(
-                end,
-                bytes=end.bytes + max(state - counted, 0) + future_state_bytes(self.optimizer),
-                what=_what(self.optimizer),
-                remedy=end.remedy or "change its options back",
-                summed=summed,
-                gone_bytes=gone_bytes,
+        if self.options() != options and any(each.grad is not None for each in parameters_stepped_by(self.optimizer)):
+            raise UsageError(
+                f"groups or options of {type(self.optimizer).__name__} that decide what its step takes (foreach, "
+                "momentum, amsgrad, ...) were changed between the forward and optimizer.step(), and this step's budget "
+                "was planned without. The step has changed nothing: change them back, and again after it or before a "
+                "forward",
+                argument="optimizer",
+                value=self.optimizer,
             )
-            if end.held_by(plan.budget_bytes, plan.program, resident_bytes):
-                return
-            error = end.error(plan.program, resident_bytes, plan.budget_bytes, resident_parts=plan.resident_parts)
-            error.add_note(
-                "Its options or groups have been changed since the forward. The step has changed nothing: change them "
-                "back, or call ebbtide.set_budget and the step again"
-            )
-            raise error
-
-        return refuse_more
 
     def _foreseen_bytes(self) -> int | None:
         if not self.one_by_one:
