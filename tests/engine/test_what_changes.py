@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.errors import BudgetError, CaptureError
+from ebbtide.errors import BudgetError, CaptureError, UsageError
 
 
 class Block(nn.Module):
@@ -79,17 +79,20 @@ def test_a_function_put_on_a_class_is_what_runs(
     assert not calls.unplanned
 
 
-def test_what_is_put_on_the_class_of_a_fitted_model_is_put_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Net()
-    model = ebbtide.fit(copy.deepcopy(plain), "1MiB", options=ebbtide.Options(effort=20))
+def test_a_forward_put_on_the_class_of_a_fitted_model_is_refused_at_the_next_step() -> None:
+    model = ebbtide.fit(Net(), "1MiB", options=ebbtide.Options(effort=20))
     x = torch.randn(8, 16)
-    _steps_agree(plain, model, x)
-    monkeypatch.setattr(type(model), "made", 3)
-    assert Net.made == 3
-    monkeypatch.setattr(Net, "forward", Net.forward)  # to be put back
+    model(x).backward()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
     type(model).forward = lambda self, x: self.blocks(x).abs().mean()  # type: ignore[method-assign]
-    _steps_agree(plain, model, x)
-    assert ebbtide.calls_of(model).planned == 2
+    model(x).backward()
+    with pytest.raises(UsageError, match="no planned call has made any"):
+        optimizer.step()
+    other = ebbtide.fit(Net(), "1MiB", options=ebbtide.Options(effort=20))
+    other(x).backward()
+    assert ebbtide.calls_of(other).planned == 1
 
 
 def test_a_class_derived_from_a_fitted_models_is_its_makers() -> None:

@@ -22,7 +22,7 @@ from ebbtide._api.refusals import (
 )
 from ebbtide.engine.calls import Calls, watch_optimizers
 from ebbtide.engine.configuration import Configuration, Request
-from ebbtide.engine.fitted_class import FITTED, fitted_class, set_class, watched_of_fitted
+from ebbtide.engine.fitted_class import FITTED, fitted_class, watched_of_fitted
 from ebbtide.engine.gradient_watcher import backwards_so_far
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.optimizer_link import OptimizerLink
@@ -120,7 +120,7 @@ def fit(
         refuse_to_step_inside(optimizer)
     FITTED[model] = fitted = _known_of(model, limit, given, asked, optimizer, opened)
     fitted.gradient_watcher.watch(parameters_in(model))
-    set_class(model, fitted_class(type(model)))
+    model.__class__ = fitted_class(type(model))
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)
     return model
@@ -325,7 +325,8 @@ def unfit(model: ModelT) -> ModelT:
     del FITTED[model]
     fitted.pending.disturb()
     fitted.gradient_watcher.end()
-    set_class(model, fitted.plain_class)
+    if type(model).__dict__.get("_ebbtide_plain") is fitted.plain_class:  # not one that it was given since
+        model.__class__ = fitted.plain_class
     fitted.optimizers.close()
     return model
 

@@ -9,6 +9,8 @@
 3. A training call is one with gradients on. It runs as it is written while our own capture traces it, as a part of
    what is captured, and where somebody exports or traces the model, which trains nothing. A ``torch.compile`` of
    somebody else's leaves it out of its graphs (``torch.compiler.disable``).
+4. A model that is given another class, or whose class is given another ``forward``, is not planned any more: its
+   optimizer's next step is refused, as all training past the plan is (``calls``).
 """
 
 from __future__ import annotations
@@ -39,9 +41,8 @@ from ebbtide.torch_seams.compile_mode import (
     left_out_of_traces,
     tracing_here,
 )
-from ebbtide.torch_seams.graphs import own_names_of
 
-__all__ = ["FITTED", "fitted_class", "set_class", "watched_of_fitted"]
+__all__ = ["FITTED", "fitted_class", "watched_of_fitted"]
 
 FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
 """All fitted models."""
@@ -69,25 +70,27 @@ def watched_of_fitted() -> Iterator[Watched]:
 
 def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The subclass of ``plain`` under the same name whose training calls are planned (definition 1)."""
-    return _made(plain, getattr(plain, "training_step", None))
+    training_step = getattr(plain, "training_step", None)
+    if not isinstance(vars(_made(plain, training_step))["forward"], _ForwardOfModel):
+        _made.cache_clear()  # somebody has put another forward on the class of a fitted model
+    return _made(plain, training_step)
 
 
 @functools.cache
 def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
     names: dict[str, Any] = {
         "forward": _ForwardOfModel(plain),
-        "__class__": _ClassOfModel(),
         "_ebbtide_plain": plain,
         "__module__": plain.__module__,
         "__doc__": plain.__doc__,
         **copying(plain, FITTED.__contains__),
-        **own_names_of(plain),
     }
+    if issubclass(plain, torch.fx.GraphModule):
+        names["recompile"] = _refuse_to_recompile
     if training_step is not None:
         names["training_step"] = _with_a_planned_call(training_step)
     names["__qualname__"] = plain.__qualname__
-    own = type(plain)
-    meta: Any = type(own.__name__, (_OfTheModelsClass, own), {})
+    meta: Any = type(plain)
     try:
         announced = any("__init_subclass__" in vars(each) for each in plain.__mro__[:-1])
         return meta(plain.__name__, (_Unannounced, plain) if announced else (plain,), names)
@@ -101,52 +104,19 @@ def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[
         ) from error
 
 
+def _refuse_to_recompile(model: torch.fx.GraphModule) -> None:
+    raise UsageError(
+        "a fitted GraphModule cannot be recompiled: its class has the planned forward; ebbtide.unfit(model) first, and "
+        "fit it again",
+        argument="model",
+    )
+
+
 class _Unannounced:
     """A base that keeps ``__init_subclass__`` of the model's class, which may register classes, from being asked."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
-
-
-class _OfTheModelsClass(type):
-    """What is put on the class of a fitted model, or taken off, is put on the model's own class, as in eager.
-
-    A class that others derive from it (``torch.nn.utils.parametrize``) is theirs.
-    """
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        plain = cls.__dict__.get("_ebbtide_plain")
-        super().__setattr__(name, value) if plain is None else setattr(plain, name, value)
-
-    def __delattr__(cls, name: str) -> None:
-        plain = cls.__dict__.get("_ebbtide_plain")
-        super().__delattr__(name) if plain is None else delattr(plain, name)
-
-
-def set_class(model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    """Give ``model`` this very class."""
-    vars(object)["__class__"].__set__(model, kind)
-
-
-def _is_generated(kind: type) -> bool:
-    """Whether it is a generated class, or derived from one."""
-    return any("_ebbtide_plain" in vars(each) for each in kind.__mro__)
-
-
-class _ClassOfModel:
-    """``__class__`` of a fitted model, which may be set to another class (definition 4)."""
-
-    def __get__(self, model: torch.nn.Module | None, kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-        return kind
-
-    def __set__(self, model: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-        fitted = FITTED.get(model)
-        # Of what is derived from the generated class, as parametrizations are, the forward is still the planned one.
-        if fitted is None or not issubclass(kind, torch.nn.Module) or _is_generated(kind):
-            set_class(model, kind)
-            return
-        set_class(model, fitted_class(kind))
-        fitted.take_class(kind)
 
 
 class _ForwardOfModel:

@@ -75,10 +75,6 @@ class FittedModel:
         """Fit the model in another way from the next call on."""
         self.configuration = self.steps.configuration = configuration
 
-    def take_class(self, plain: type[torch.nn.Module]) -> None:
-        """The model has another class of its own."""
-        self.plain_class, self.steps.name = plain, plain.__name__
-
     def set_budget(self, budget: Budget, plan: Plan | None) -> None:
         """Plan for another budget, or run another plan, from the next call on. What is captured stays."""
         self._ask(self.request.with_budget(budget, plan))

@@ -24,7 +24,6 @@ __all__ = [
     "hint_of",
     "module_stack_of",
     "number_read",
-    "own_names_of",
     "size_source",
     "stack_trace_of",
 ]
@@ -68,14 +67,6 @@ def boxed_codegen(module: fx.GraphModule) -> None:
     """Let a graph module's code take its arguments as one list and empty it, so that no frame keeps saved tensors."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
-
-
-def own_names_of(kind: type) -> dict[str, Any]:
-    """What a class that is derived from the class ``kind`` of a ``GraphModule`` has to have in its own dictionary.
-
-    ``recompile`` makes there what it does not find there, and it would call itself then.
-    """
-    return {"_wrapped_call": vars(kind)["_wrapped_call"]} if "_wrapped_call" in vars(kind) else {}
 
 
 def stack_trace_of(node: fx.Node) -> str:
