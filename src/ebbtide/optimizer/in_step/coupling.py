@@ -6,22 +6,22 @@
    in others (:data:`_SCALES`), as there are couplings that begin at a size; then some have none, and then one is not
    finite.
 2. What steps by a closure, counts its steps in its groups, couples parameters (a common norm, a common estimate),
-   draws random numbers or calls its hooks from below gives other bits there, or an error, and is refused by name. So
-   is what fails or changes anything where no parameter has a gradient, which is what its own step finds afterwards.
+   draws random numbers or calls its hooks from below is another one there, or raises, and is refused by name. So is
+   what fails or changes anything where no parameter has a gradient, which is what its own step finds afterwards.
 3. Nothing of the user's is changed: stand-ins have copies of what groups hold, and random states are put back.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ebbtide.cost.call import extent_of
 from ebbtide.errors import UsageError
-from ebbtide.measurement.resident import optimizers_in, tensors_in
+from ebbtide.measurement.resident import optimizers_in
 from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.optimizer.state.combined import CombinedOptimizers
 from ebbtide.optimizer.state.options import is_plain, options_of
@@ -95,16 +95,16 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
     together, alone = _stand_in(optimizer), _stand_in(optimizer)
     hooks: list[int] = []
     alone.register_step_pre_hook(lambda *_: hooks.append(1))
-    for step, gradients in enumerate(_gradients()):
+    for step in range(len(_SCALES) + 3):
         for group, others in zip(together.param_groups, alone.param_groups, strict=True):
             for position, (mine, other) in enumerate(zip(group["params"], others["params"], strict=True)):
-                mine.grad, other.grad = gradients(step, mine, position), None
+                mine.grad, other.grad = _gradient(step, mine, position), None
         with Draws() as draws:
             together.step()
         for group in reversed(alone.param_groups):
             for position in reversed(range(len(group["params"]))):
                 parameter = group["params"][position]
-                if (gradient := gradients(step, parameter, position)) is not None:
+                if (gradient := _gradient(step, parameter, position)) is not None:
                     step_parameter(alone, group, parameter, gradient)
         if draws.found:
             return "draws random numbers while it steps, which come in the order of its parameters"
@@ -112,71 +112,14 @@ def _difference(optimizer: torch.optim.Optimizer) -> str:
             return "calls its hooks from below its own step"
         for each in parameters_stepped_by(together):
             each.grad = None
-        if _bits(together) != _bits(alone):
+        if _all_of(together) != _all_of(alone):
             return (
                 "does not step on each parameter for itself: stepping on stand-ins one by one gives other bits than "
-                "all together"
+                "all together, or other numbers in its groups or attributes"
             )
-        if _plain_options(together) != _plain_options(alone):
-            return "keeps in its groups what its step has found, and each parameter is stepped with a copy of them"
-        if _counts(together) != _counts(alone):
-            return "counts in its attributes how often it has stepped, and it would step once for each parameter"
-    return _without_gradients(together)
-
-
-def _bits(optimizer: torch.optim.Optimizer) -> list[object]:
-    """All bits of parameters, their gradients and their state, with the numbers among that."""
-    found: list[object] = []
-    for each in parameters_stepped_by(optimizer):
-        state = optimizer.state[each]
-        found += [number for number in state.values() if isinstance(number, bool | int | float)]
-        for tensor in tensors_in([each, state]):
-            value = tensor.detach()
-            if value.is_floating_point() or value.is_complex():  # of what is no number the bits are nobody's business
-                value = torch.where(value.isnan(), torch.full_like(value, torch.nan), value)
-            found.append((value.shape, value.dtype, value.contiguous().view(-1).view(torch.uint8).tolist()))
-    return found
-
-
-def _plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What is plain in its groups, and containers without tensors, in which somebody may count."""
-    return [
-        {
-            name: value
-            for name, value in group.items()
-            if is_plain(value)
-            or (name != "params" and isinstance(value, dict | list | set) and not any(True for _ in tensors_in(value)))
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _gradients() -> Iterator[Callable[[int, torch.Tensor, int], torch.Tensor | None]]:
-    """What gives a parameter at a position in its group its gradient, one for each step."""
-    for scale in _SCALES:
-        yield lambda step, like, _, scale=scale: _drawn(like, 100 * step + 1, scale)
-    for missing in (0, 1):
-        yield (
-            lambda step, like, position, missing=missing: (
-                None if position % 2 == missing else _drawn(like, 100 * step + 1)
-            )
-        )
-    yield lambda step, like, position: _drawn(like, 100 * step + 1, float("inf") if position == 0 else 1.0)
-
-
-def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
-    """What a step does where no parameter has a gradient; empty if nothing."""
-    before = _bits(optimizer)
-    try:
-        optimizer.step()
-    except Exception as error:  # of the user's own code, which may raise anything
-        if raised_by_a_handler(error):
-            raise
-        return (
-            f"fails where no parameter has a gradient ({type(error).__name__}: {error}), and after such a backward "
-            "optimizer.step() finds none"
-        )
-    if before == _bits(optimizer):
+    before = _all_of(together)
+    together.step()
+    if before == _all_of(together):
         return ""
     return (
         "changes parameters or their state where there is no gradient, and after such a backward optimizer.step() "
@@ -184,24 +127,39 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _counts(optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
-    """Numbers in attributes, and in tensors of one element and containers in attributes: of these their values."""
-    return {
-        name: sorted(_numbers_in(value))
-        for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", "defaults")
-    }
+def _all_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """All bits of parameters, gradients and state, and what groups and attributes hold: somebody may count there."""
+    parameters = parameters_stepped_by(optimizer)
+    of_each = [_written([each, each.grad, optimizer.state[each]]) for each in parameters]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY and name[:11] != _HOOKS}
+    return [*of_each, _written(groups), _written(own)]
 
 
-def _numbers_in(value: object) -> Iterator[float]:
+def _written(value: object) -> str:
+    """What can be compared of ``value``, as text: of a dictionary what it holds, in whatever order."""
     if isinstance(value, torch.Tensor):
-        if value.numel() == 1:
-            yield float(value)
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _numbers_in(each)  # pyright: ignore[reportUnknownArgumentType]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield float(value)
+        bits = value.detach()
+        if bits.is_floating_point() or bits.is_complex():  # of what is no number the bits are nobody's business
+            bits = torch.where(bits.isnan(), torch.full_like(bits, torch.nan), bits)
+        return f"{tuple(bits.shape)} {bits.dtype} {bits.contiguous().view(-1).view(torch.uint8).tolist()}"
+    if isinstance(value, dict | set):
+        return str(sorted(map(_written, value.values() if isinstance(value, dict) else value)))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    if isinstance(value, list | tuple) and not is_plain(value):
+        return str(list(map(_written, value)))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return repr(value) if is_plain(value) else ""
+
+
+_OF_EVERY, _HOOKS = ("param_groups", "state", "defaults"), "_optimizer_"
+
+
+def _gradient(step: int, like: torch.Tensor, position: int) -> torch.Tensor | None:
+    """The gradient of a parameter at a position in its group (definition 1)."""
+    scales, missing = len(_SCALES), step - len(_SCALES)
+    if missing in (0, 1) and position % 2 == missing:
+        return None
+    scale = _SCALES[step] if step < scales else float("inf") if missing == 2 and position == 0 else 1.0
+    return _drawn(like, 100 * step + 1, scale)
 
 
 def _overlap(parameters: list[torch.nn.Parameter]) -> bool:
