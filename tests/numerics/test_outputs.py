@@ -291,8 +291,8 @@ def test_what_is_handed_through_is_what_it_was(gradients: Any, takes: bool) -> N
         assert not takes or torch.equal(rows.grad, other.grad)  # type: ignore[arg-type]
 
 
-def test_the_first_step_of_another_shape_has_room_for_what_a_loss_outside_took_for_the_first() -> None:
-    """As much more as the step is larger; the next step goes by what was measured."""
+def test_the_first_step_of_each_shape_leaves_a_loss_outside_all_the_room_that_there_is() -> None:
+    """Nobody knows yet what it takes; the next step goes by what was measured."""
     torch.manual_seed(0)
     model = ebbtide.fit(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 64)), "1GiB", progress=None)
     seen: list[int] = []
@@ -303,7 +303,7 @@ def test_the_first_step_of_another_shape_has_room_for_what_a_loss_outside_took_f
         plan = ebbtide.plan_of(model)
         assert plan is not None
         seen.append(plan.program.between_bytes)
-    first, known, likely, measured = seen
-    assert first == 0
-    assert 64 * 64 * 4 < known
-    assert measured <= likely <= 4 * known
+        assert bool(seen[-1]) or plan.provenance.planner == "least_memory"
+    first, known, other, measured = seen
+    assert first == other == 0
+    assert 64 * 64 * 4 < known < measured

@@ -4,17 +4,14 @@
 2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
    while it runs, and leaves what crosses its boundary, or the gradients that its backward has made by then; its
    arguments come on top.
-3. Of a slot of which nothing is known, something is *likely* if losses of others are: what the largest of them took,
-   as much more as the new step is larger than its step was, by its outputs or by its unplanned peak.
-4. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
-5. Two forwards *train together* if one of them was pending when the other had its backward, or its own came later.
+3. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
+4. Two forwards *train together* if one of them was pending when the other had its backward, or its own came later.
    Those that never did are an evaluation that has forgotten ``no_grad``, once perhaps: plans leave room for them where
    there is room, and no training is refused for them.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass, field
 
@@ -23,8 +20,6 @@ from ebbtide.engine.pending_steps import PendingStep
 from ebbtide.engine.retained import Retained
 from ebbtide.engine.user_window import UserWindow
 from ebbtide.faults import users_level
-from ebbtide.step.program import Program
-from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.units import format_bytes
 
 __all__ = ["KnownWindows", "learn_overlap", "learn_retained"]
@@ -35,7 +30,6 @@ class KnownWindows:
     """What the user windows of one model's steps take, as far as it was learned (definition 2)."""
 
     _losses: dict[CallSlot, UserWindow] = field(default_factory=dict[CallSlot, UserWindow])
-    _sizes: dict[CallSlot, tuple[int, int]] = field(default_factory=dict[CallSlot, "tuple[int, int]"])
     _forwards: dict[CallSlot, dict[CallSlot, UserWindow]] = field(
         default_factory=dict[CallSlot, "dict[CallSlot, UserWindow]"]
     )
@@ -66,23 +60,9 @@ class KnownWindows:
         """The slots of forwards that are known to start before the backward of calls of ``call_slot``."""
         return frozenset(self._forwards.get(call_slot, ()))
 
-    def learn_loss(self, call_slot: CallSlot, peak_bytes: int, held_bytes: int, program: Program) -> None:
-        """What user code took, once, and the step."""
+    def learn_loss(self, call_slot: CallSlot, peak_bytes: int, held_bytes: int) -> None:
+        """What user code took, once."""
         self._losses[call_slot] = UserWindow(peak_bytes, held_bytes, peak_bytes)
-        self._sizes[call_slot] = _sizes_of(program)
-
-    def likely(self, program: Program) -> UserWindow | None:
-        """What user code may take in a step that has not run (definition 3)."""
-        found: UserWindow | None = None
-        own = _sizes_of(program)
-        for slot, known in self._losses.items():
-            if not known.peak_bytes:
-                continue
-            times = max(1.0, *(mine / theirs for mine, theirs in zip(own, self._sizes[slot], strict=True) if theirs))
-            peak = math.ceil(times * known.peak_bytes)
-            each = UserWindow(peak, math.ceil(times * known.held_bytes), peak)
-            found = each if found is None else found.joined(each)
-        return found
 
     def retained(self, call_slot: CallSlot) -> Retained | None:
         """How backwards of calls of ``call_slot`` retain their graphs, if any did that can be planned for."""
@@ -106,7 +86,7 @@ class KnownWindows:
         self._forwards.setdefault(call_slot, {})[other] = window
 
     def learn_together(self, call_slot: CallSlot, other: CallSlot) -> None:
-        """A call of ``call_slot`` and one of ``other``, which started later, train together (definition 5)."""
+        """A call of ``call_slot`` and one of ``other``, which started later, train together (definition 4)."""
         self._together.add((call_slot, other))
 
     def has_untrained(self, call_slot: CallSlot) -> bool:
@@ -122,11 +102,6 @@ class KnownWindows:
         if not known:
             self._forwards.pop(call_slot, None)
         return bool(untrained)
-
-
-def _sizes_of(program: Program) -> tuple[int, int]:
-    """Bytes of what the forward returns, and of the unplanned peak."""
-    return sum(program.buffers[each].bytes for each in set(program.forward_outputs)), unplanned_bytes(program)
 
 
 def learn_overlap(pending: PendingStep, before: list[PendingStep]) -> None:

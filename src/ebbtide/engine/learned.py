@@ -67,7 +67,7 @@ class Learned:
         tangents = plan.program.late_bytes - plan.program.held_bytes
         if peak_bytes - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
             peak_bytes = left_bytes = 0
-        self.windows.learn_loss(call_slot, peak_bytes, max(left_bytes - tangents, 0), plan.program)
+        self.windows.learn_loss(call_slot, peak_bytes, max(left_bytes - tangents, 0))
         total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
         if total > plan.budget_bytes:
             warnings.warn(

@@ -175,10 +175,7 @@ def _look(model: FittedModel, call: Call, attempts: Attempts) -> CallContext:
 
 def _holding(model: FittedModel, step: Step, now: CallContext) -> Executable | None:
     """A plan of ``step`` that holds."""
-    found = step.holding(_demand(model, step, now))
-    if found is not None:
-        model.optimizers.plan_holds()
-    return found
+    return step.holding(_demand(model, step, now))
 
 
 def _demand(model: FittedModel, step: Step, now: CallContext) -> Demand:

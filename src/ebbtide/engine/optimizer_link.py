@@ -54,7 +54,7 @@ class OptimizerLink:
         self._state_at_first_step = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._stepping: OptimizerStepCost | None = None
         self._planned_with: object = None  # options that the last forward counted on
-        self._parameters_planned_for: int | None = None
+        self._to_come: tuple[object, int] = (None, 0)
 
     @property
     def all(self) -> list[torch.optim.Optimizer]:
@@ -114,8 +114,8 @@ class OptimizerLink:
                 value=optimizer,
             )
         replaced = [each for each in self.all if _state_bytes(each) and each is not optimizer]
-        self.declared, self._stepping, self._parameters_planned_for = optimizer, None, None
-        self._planned_with = None
+        self.declared, self._stepping, self._planned_with = optimizer, None, None
+        self._to_come = (None, 0)
         self.others = weakref.WeakSet(replaced)
         if self.in_backward is not None:
             self.in_backward.close()
@@ -176,34 +176,15 @@ class OptimizerLink:
         )
 
     def state_to_come_bytes(self) -> int:
-        """What the optimizer that was told of will make in its first step and keep through a training step."""
+        """What the optimizer that was told of will make in its next step and keep through a training step."""
         if self.declared is None:
             return 0
-        return future_state_bytes(self.declared) if self.offloaded is None else self.offloaded.forecast.to_come_bytes
-
-    def state_not_planned_for_bytes(self) -> int:
-        """Bytes of state to come that plans may have no room for: none once it is there, or there was room for it.
-
-        Asked until there is any state, so that a budget is refused before the weights have changed, and again where it
-        has got other parameters since, until a plan with room for their state holds.
-        """
-        optimizer = self.declared
-        if optimizer is None or _without_state.get(optimizer, self) == _options_of(optimizer):
-            return 0
-        if any(any(as_stepping(each).state.values()) for each in parts_of(optimizer)):
-            planned_for, there = self._parameters_planned_for, _parameter_count(optimizer)
-            if planned_for is None:
-                self._parameters_planned_for = there
-            return 0 if planned_for in (None, there) else self.state_to_come_bytes()
-        found = self.state_to_come_bytes()
-        if not found:
-            _without_state[optimizer] = _options_of(optimizer)
-        return found
-
-    def plan_holds(self) -> None:
-        """Note that a plan has room for all state that is to come."""
-        if self.declared is not None and self._parameters_planned_for is not None:
-            self._parameters_planned_for = _parameter_count(self.declared)
+        if self.offloaded is not None:
+            return self.offloaded.forecast.to_come_bytes
+        key = [_state_depends_on(as_stepping(each)) for each in parts_of(self.declared)]
+        if self._to_come[0] != key:
+            self._to_come = (key, future_state_bytes(self.declared))
+        return self._to_come[1]
 
     # -- what its step takes ------------------------------------------------------------------------------------
 
@@ -246,16 +227,10 @@ class OptimizerLink:
             )
 
 
-_without_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()
-"""Optimizers that have been found to keep nothing, and their options then: a momentum may be warmed up from 0."""
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> object:
-    return [settings_of(*as_stepping(each).param_groups) for each in parts_of(optimizer)]
-
-
-def _parameter_count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(parameters_stepped_by(as_stepping(each))) for each in parts_of(optimizer))
+def _state_depends_on(optimizer: torch.optim.Optimizer) -> object:
+    """What changes where state is still to come: which there is, parameters, and options."""
+    trained = [each.requires_grad for each in parameters_stepped_by(optimizer)]
+    return len(optimizer.state), len(trained), sum(trained), settings_of(*optimizer.param_groups)
 
 
 def _names_of(optimizers: Iterable[torch.optim.Optimizer]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +65,7 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
     windows, in_backward = learned.windows, optimizers.in_backward
     return Demand(
         request=request,
-        resident_bytes=step.resident_bytes(now) + optimizers.state_not_planned_for_bytes(),
+        resident_bytes=step.resident_bytes(now) + optimizers.state_to_come_bytes(),
         window=windows.of(now.call_slot),
         retained=windows.retained(now.call_slot),
         ends=tuple(_ends_of(step, now, learned, optimizers)),
@@ -191,9 +190,6 @@ def plan_for(task: PlanTask) -> tuple[Plan, bool]:
     end = most_of(task.demand.ends, task.program)
     wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=guess))
     window = windows.of(now.call_slot)
-    if window is None and guess and (likely := windows.likely(task.program)) is not None:
-        with suppress(BudgetError):  # nobody is refused for what is likely alone
-            return make_plan(**wanted.arguments(likely)), guess
     while True:
         try:
             plan = make_plan(**wanted.arguments(window))
