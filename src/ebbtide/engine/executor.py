@@ -25,8 +25,14 @@ import torch
 from ebbtide.engine.executable import Executable, executable_numbered
 from ebbtide.engine.first_runs import Phase
 from ebbtide.engine.gradient_watcher import note_planned
-from ebbtide.engine.known_windows import learn_retained
-from ebbtide.engine.pending_steps import PendingStep, learn_together, pending_around, pending_step, pending_steps_of
+from ebbtide.engine.pending_steps import (
+    PendingStep,
+    learn_retained,
+    learn_together,
+    pending_around,
+    pending_step,
+    pending_steps_of,
+)
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step_handles import ANY_STEP, read_step_handle, step_handle
 from ebbtide.errors import CaptureError, VerificationError

@@ -12,17 +12,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 from ebbtide.engine.key import CallSlot
-from ebbtide.engine.pending_steps import PendingStep
 from ebbtide.engine.retained import Retained
 from ebbtide.engine.user_window import UserWindow
-from ebbtide.faults import users_level
-from ebbtide.units import format_bytes
 
-__all__ = ["KnownWindows", "learn_overlap", "learn_retained"]
+__all__ = ["KnownWindows"]
 
 
 @dataclass
@@ -102,41 +98,3 @@ class KnownWindows:
         if not known:
             self._forwards.pop(call_slot, None)
         return bool(untrained)
-
-
-def learn_overlap(pending: PendingStep, before: list[PendingStep]) -> None:
-    """``pending`` has started while those of ``before`` were pending, the first of them first: tell their models."""
-    executable = pending.executable
-    assert executable is not None
-    plan, others = executable.plan, 0
-    needs = executable.needs_bytes
-    least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
-    for earlier in reversed(before):
-        earlier.overlap.started_since.add(pending.overlap.call_slot)
-        if earlier.executable is None or earlier.siblings.knowledge is None:
-            continue
-        shared = {each.key for each in earlier.holdings.inputs}
-        own = others + sum(each.bytes for each in pending.holdings.inputs if each.key not in shared)
-        proof = own + plan.reserve_bytes  # it may be proven again and again, by other plans
-        found = UserWindow(proof + needs, own + executable.leaves_bytes, proof + min(least, needs))
-        earlier.siblings.knowledge.learn_forward(earlier.overlap.call_slot, pending.overlap.call_slot, found)
-        others += earlier.executable.leaves_bytes
-
-
-def learn_retained(pending: PendingStep, *, again: bool) -> None:
-    """The backward of ``pending`` retains its graph, or comes ``again`` through it: later steps leave room for that."""
-    executable, knowledge = pending.executable, pending.siblings.knowledge
-    if executable is None or knowledge is None or not knowledge.learn_retained(pending.overlap.call_slot, again=again):
-        return
-    plan = executable.plan
-    program = plan.program
-    total = plan.resident_bytes + executable.needs_with(
-        program.between_bytes, program.held_bytes, Retained(again=again)
-    )
-    if total > plan.budget_bytes:
-        warnings.warn(
-            f"this backward retains its graph (retain_graph=True), so what was saved for it stays: this step may take "
-            f"{format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; from the next step on that "
-            "is planned for, if there is room",
-            stacklevel=users_level(),
-        )

@@ -34,10 +34,9 @@ from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import being_watched, choose_checks
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
-from ebbtide.engine.known_windows import learn_overlap
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
-from ebbtide.engine.pending_steps import Holdings, Overlap, PendingStep, returned_tensors
+from ebbtide.engine.pending_steps import Holdings, Overlap, PendingStep, learn_overlap, returned_tensors
 from ebbtide.engine.plans import PlanTask, demand_of, plan_for, warn_of_forward
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step

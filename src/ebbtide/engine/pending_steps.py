@@ -15,11 +15,12 @@ import functools
 import itertools
 import re
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,10 +29,14 @@ from ebbtide.engine.derivatives import refuse_second_derivative
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.hook_order import keep_order
 from ebbtide.engine.key import CallSlot
+from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.engine.linked_outputs import watch_links
+from ebbtide.engine.retained import Retained
 from ebbtide.engine.step_handles import ANY_STEP
 from ebbtide.engine.unused import note_arrived
+from ebbtide.engine.user_window import UserWindow
 from ebbtide.errors import CaptureError
+from ebbtide.faults import users_level
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.user_window import UserWindowGauge
@@ -41,12 +46,16 @@ from ebbtide.torch_seams.autograd import is_function_node, saved_by
 from ebbtide.torch_seams.storages import StorageWatch
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.transfers.arena import Arena
+from ebbtide.units import format_bytes
 
 __all__ = [
     "PendingStep",
     "PendingSteps",
     "kept_bytes",
     "kept_inputs",
+    "learn_overlap",
+    "learn_retained",
+    "learn_together",
     "pending_around",
     "pending_step",
     "pending_steps_of",
@@ -212,26 +221,6 @@ class PendingStep:
             self.holdings.arena.close()
 
 
-class Learner(Protocol):
-    """What is known of the model of some pending steps (``known_windows.KnownWindows``)."""
-
-    def expects_forwards(self, call_slot: CallSlot) -> bool:
-        """Whether another forward is known to start before the backward of a call of ``call_slot``."""
-        ...
-
-    def learn_forward(self, call_slot: CallSlot, other: CallSlot, window: Any) -> None:
-        """A call of ``other`` starts before the backward of one of ``call_slot``."""
-        ...
-
-    def learn_together(self, call_slot: CallSlot, other: CallSlot) -> None:
-        """A call of ``call_slot`` and one of ``other``, which started later, train together."""
-        ...
-
-    def learn_retained(self, call_slot: CallSlot, *, again: bool) -> bool:
-        """A backward of a call of ``call_slot`` retains its graph, or comes ``again``; whether that is news."""
-        ...
-
-
 class PendingSteps:
     """The pending steps of one model.
 
@@ -245,7 +234,7 @@ class PendingSteps:
             same.
     """
 
-    def __init__(self, knowledge: Learner | None = None) -> None:
+    def __init__(self, knowledge: KnownWindows | None = None) -> None:
         self.knowledge = knowledge
         self.backwards = 0
         self.by_number: dict[int, PendingStep] = {}
@@ -284,6 +273,44 @@ def kept_inputs() -> dict[int, int]:
     """Bytes of the arguments that they were called with, as far as they live still, by key of the storage."""
     watches = (watch for each in _keepers() for watch in each.holdings.inputs)
     return {watch.key: watch.bytes for watch in watches if watch.alive}
+
+
+def learn_overlap(pending: PendingStep, before: list[PendingStep]) -> None:
+    """``pending`` has started while those of ``before`` were pending, the first of them first: tell their models."""
+    executable = pending.executable
+    assert executable is not None
+    plan, others = executable.plan, 0
+    needs = executable.needs_bytes
+    least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
+    for earlier in reversed(before):
+        earlier.overlap.started_since.add(pending.overlap.call_slot)
+        if earlier.executable is None or earlier.siblings.knowledge is None:
+            continue
+        shared = {each.key for each in earlier.holdings.inputs}
+        own = others + sum(each.bytes for each in pending.holdings.inputs if each.key not in shared)
+        proof = own + plan.reserve_bytes  # it may be proven again and again, by other plans
+        found = UserWindow(proof + needs, own + executable.leaves_bytes, proof + min(least, needs))
+        earlier.siblings.knowledge.learn_forward(earlier.overlap.call_slot, pending.overlap.call_slot, found)
+        others += earlier.executable.leaves_bytes
+
+
+def learn_retained(pending: PendingStep, *, again: bool) -> None:
+    """The backward of ``pending`` retains its graph, or comes ``again`` through it: later steps leave room for that."""
+    executable, knowledge = pending.executable, pending.siblings.knowledge
+    if executable is None or knowledge is None or not knowledge.learn_retained(pending.overlap.call_slot, again=again):
+        return
+    plan = executable.plan
+    program = plan.program
+    total = plan.resident_bytes + executable.needs_with(
+        program.between_bytes, program.held_bytes, Retained(again=again)
+    )
+    if total > plan.budget_bytes:
+        warnings.warn(
+            f"this backward retains its graph (retain_graph=True), so what was saved for it stays: this step may take "
+            f"{format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; from the next step on that "
+            "is planned for, if there is room",
+            stacklevel=users_level(),
+        )
 
 
 def learn_together(pending: PendingStep | None) -> None:
