@@ -1,7 +1,7 @@
 """A model at any batch, planned for a card of the catalogue: the search for the largest batch, for any planner.
 
 1. A step is captured under fake tensors and priced by roofline. Between two captures it is interpolated
-   (``ebbtide._api.batches``), and the batch that is answered is captured as it is and planned again.
+   (``interpolated``), and the batch that is answered is captured as it is and planned again.
 2. A planner *fits* a batch if it finds a legal plan within the card's bytes and the limit on the overhead. Overheads
    are of the unplanned step at the same batch, waits for transfers included.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ebbtide import Case
-from ebbtide._api.batches import interpolated, largest
+from ebbtide._api.batches import largest
 from ebbtide._api.estimate import AheadStep, capture_ahead
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.options import Options
@@ -24,6 +24,7 @@ from ebbtide.step.program import Program
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes
+from harness.interpolated import interpolated
 
 __all__ = ["Batched", "Planned", "captured", "judged", "planned", "planned_above", "unplanned_peak", "with_link"]
 

@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import ebbtide
-from ebbtide._api.batches import interpolated, judged, largest, one_forward
+from ebbtide._api.batches import judged, largest, one_forward
 from ebbtide._api.estimate import AheadStep
 from ebbtide.cli import app
 from ebbtide.errors import BudgetError, UsageError
@@ -221,20 +221,6 @@ def test_a_table_of_measured_plans_says_what_its_bounds_are_of() -> None:
 def test_bad_input_to_max_batch_is_named(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ebbtide.max_batch(**{"make_case": make, **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_interpolation_gives_the_step_between() -> None:
-    from ebbtide._api.estimate import capture_ahead
-
-    def step(batch: int):
-        case = make(batch)
-        return capture_ahead(case.model, case.args, options=ebbtide.Options(machine="v100-16gb"))
-
-    between = interpolated(step(2), step(4))
-    assert between is not None
-    assert [b.bytes for b in between(8).program.buffers] == [b.bytes for b in step(8).program.buffers]
-    assert between(8).resident_bytes == step(8).resident_bytes
 
 
 SHORT_CHAIN = """

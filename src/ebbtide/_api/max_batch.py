@@ -1,13 +1,10 @@
 """The largest batch, length or number of layers that fits a budget, by prediction: nothing runs or runs out of memory.
 
 1. A batch *fits* if a plan within the budget exists whose overhead is within the limit.
-2. Two small captures give a guess (``batches``). It is captured, which corrects the next guess.
-3. The answer is captured as it is, and so is the next larger batch. Where interpolation was wrong, the search goes on
-   with captures.
-4. Where ops change, as with the number of layers, all that is asked is captured. The first to ask are where straight
-   lines through the unplanned peaks and through the floors of two small captures meet the budget.
-
-5. A size that ``make_case`` raises for does not fit; what was found below it stays. For 1 the error is the caller's.
+2. The first to be asked are where straight lines through what two captures take meet the budget: through their
+   unplanned peaks, and through the least budgets that they have plans for.
+3. All that is asked is captured: the answer fits, and the next larger one does not.
+4. A size that ``make_case`` raises for does not fit; what was found below it stays. For 1 the error is the caller's.
 
 Everything that is said of a batch here holds for what else is varied. Assumes that a batch fits if a larger one does.
 """
@@ -19,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from ebbtide._api.batches import interpolated, judged, largest, one_forward
+from ebbtide._api.batches import judged, largest, one_forward
 from ebbtide._api.estimate import AheadStep, capture_ahead
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.case import Case
@@ -45,12 +42,9 @@ Vary = Literal["batch", "layers", "length"]
 WORDS = {"batch": "a batch of 1", "layers": "1 layer", "length": "a length of 1"}
 """What may be varied, and the least of each in words."""
 MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
+NEAR, FAR = 2, 4  # the two small captures
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
-COARSE = 64  # a first guess is off by up to this part of the batch: its costs are those of small batches
-CORRECTIONS = 3  # of a guess, by a capture each
-LAST_SECONDS = (
-    10.0  # for the plan of what is at hand, once Ctrl-C has come; it starts from one for nearly the same step
-)
+LAST_SECONDS = 10.0  # for the plan of what fits unplanned, once Ctrl-C has come
 
 
 @dataclass(frozen=True)
@@ -180,7 +174,7 @@ class _Interrupted(Exception):
 
 
 class _NotMade(Exception):
-    """``make_case`` has raised for a size above 1: definition 5."""
+    """``make_case`` has raised for a size above 1: definition 4."""
 
 
 class _Search:
@@ -203,8 +197,6 @@ class _Search:
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
         self.failed: dict[int, str] = {}
         self.unplanned = 0
-        self._fitted = 0  # the largest that had a plan, of a captured step or of one between
-        self._plans: dict[int, Plan] = {}  # plans of all that had one
 
     @property
     def captures(self) -> tuple[tuple[int, bool], ...]:
@@ -246,19 +238,26 @@ class _Search:
             self._progress(Progress(f"{self._vary} {batch} cannot be made: {self.failed[batch]}"))
             raise _NotMade from error
 
-    def plan_of(self, step: AheadStep, batch: int) -> Plan | None:
-        """The plan of ``step``, if it is within budget and limit."""
+    @property
+    def _fitted(self) -> int:
+        """The largest that has a plan; 0 if none has."""
+        return max((batch for batch, plan in self.plans.items() if plan is not None), default=0)
+
+    def _plan_of(self, batch: int) -> Plan | None:
+        """The plan of ``batch``, if it is within budget and limit.
+
+        Raises:
+            _NotMade: if the case cannot be made.
+        """
+        step, fitted = self.step(batch), self._fitted
         if self._interrupted:
             raise _Interrupted
-        self._progress(Progress(f"planning {self._vary} {batch}" + (f"; {self._fitted} fits" if self._fitted else "")))
+        self._progress(Progress(f"planning {self._vary} {batch}" + (f"; {fitted} fits" if fitted else "")))
         plan = judged(step, self._budget, self.limit(step.program), self._planning(self._effort))
-        if plan is None:
-            if self._interrupted:  # which proves nothing
-                raise _Interrupted
-            return None
-        self._plans[batch] = plan
-        self._fitted = max(self._fitted, batch)
-        self._progress(Progress(f"{self._vary} {batch} fits", best_overhead=plan.overhead))
+        if plan is not None:
+            self._progress(Progress(f"{self._vary} {batch} fits", best_overhead=plan.overhead))
+        elif self._interrupted:  # which proves nothing
+            raise _Interrupted
         return plan
 
     def best_plan(self, step: AheadStep, batch: int) -> Plan:
@@ -297,11 +296,9 @@ class _Search:
     def _captured_fits(self, batch: int) -> bool:
         if batch not in self.plans:
             try:
-                self.plans[batch] = self.plan_of(self.step(batch), batch)
+                self.plans[batch] = self._plan_of(batch)
             except _NotMade:
                 self.plans[batch] = None
-            if self.plans[batch] is None:  # what was interpolated may have been too much
-                self._fitted = max((each for each, plan in self.plans.items() if plan is not None), default=0)
         return self.plans[batch] is not None
 
     @property
@@ -312,85 +309,57 @@ class _Search:
     def run(self) -> int:
         """The largest batch that fits, or once it is interrupted the largest whose plan is at hand."""
         try:
-            batch = self._run()
+            self.unplanned = largest(
+                self._fits_unplanned, self._where_a_line_ends(lambda step: step.unplanned_budget_bytes)
+            )
+            guess = max(self.unplanned, 1)
+            if self._overhead is None:
+                guess = max(guess, self._where_a_line_ends(self._least_bytes))
+                if guess > FAR:
+                    guess = max(self.unplanned, self._where_a_line_ends(self._least_bytes, guess))
+            return largest(self._captured_fits, guess)
         except _Interrupted:
-            batch = self._at_hand()
-        self.unplanned = min(self.unplanned, batch) if self.failed else self.unplanned  # lines do not see what fails
-        return batch
+            return self._at_hand()
 
     def _at_hand(self) -> int:
-        """The largest batch that was found to fit and, captured if it was not, does."""
-        known_to_fit = set(self._plans) | ({self.unplanned} if self.unplanned else set[int]())
-        for batch in sorted(known_to_fit, reverse=True):
-            if self.plans.get(batch) is not None:
-                return batch
-            try:
-                step, known = self.step(batch), self._plans.get(batch)
-            except _NotMade:
-                continue
+        """The largest batch that was found to fit."""
+        if self.unplanned > self._fitted:
+            batch = self.unplanned
             self._progress(Progress(f"planning {self._vary} {batch} from what is known"))
-            options = replace(self._planning(self._effort), interrupt=Interrupt(LAST_SECONDS))
-            seeds = [] if known is None else [known.schedule]
-            self.plans[batch] = judged(step, self._budget, self.limit(step.program), options, seeds)
-            if self.plans[batch] is not None:
-                return batch
+            step, options = self.step(batch), replace(self._planning(self._effort), interrupt=Interrupt(LAST_SECONDS))
+            self.plans[batch] = judged(step, self._budget, self.limit(step.program), options)
+        if batch := self._fitted:
+            return batch
         tried = ", ".join(f"{batch} {'fits' if fits else 'does not fit'}" for batch, fits in self.captures)
         self._progress(Progress(f"looking for the largest {self._vary}; tried: {tried or 'none to its end'}"))
         raise KeyboardInterrupt
 
-    def _run(self) -> int:
+    def _fits_unplanned(self, batch: int) -> bool:
+        assert self._budget.bytes is not None
         try:
-            between = interpolated(self.step(2), self.step(4))
-        except _NotMade:  # too few to draw a line through
-            batch = largest(self._captured_fits, 1)
-            fitting = (each for each, step in self._steps.items() if self._unplanned_fits(step))
-            self.unplanned = max(fitting, default=0)
-            return batch
-        if between is None:
-            return self._run_by_captures()
-        at = between
-        self.unplanned = largest(lambda batch: self._unplanned_fits(at(batch)))
-        near = self._overhead is None  # sizes are affine in the batch, seconds only nearly
-        guess = self._guess(between, max(self.unplanned, 1), near=near)
-        for _ in range(CORRECTIONS):
-            if between is None or guess <= 2 or guess in self.plans:
-                break
-            self._captured_fits(guess)
-            if guess in self.failed:
-                break
-            between = interpolated(self.step(2), self.step(guess), (2, guess))
-            guess = guess if between is None else self._guess(between, guess, near=True)
-        return largest(self._captured_fits, max(guess, 1))
-
-    def _run_by_captures(self) -> int:
-        """Where ops change with what is varied (definition 4)."""
-        unplanned = self._where_a_line_ends(lambda step: step.unplanned_budget_bytes)
-        self.unplanned = largest(self._made_fits_unplanned, unplanned)
-        if self._overhead is not None:
-            return largest(self._captured_fits, max(self.unplanned, 1))
-        at_floor = self._where_a_line_ends(lambda step: step.resident_bytes + floor_bytes(step.program)[0])
-        guess = max(at_floor, self.unplanned, 1)
-        return largest(self._captured_fits, max(largest(self._captured_fits, guess, max(guess // COARSE, 1)), 1))
-
-    def _made_fits_unplanned(self, batch: int) -> bool:
-        try:
-            return self._unplanned_fits(self.step(batch))
+            return self.step(batch).unplanned_budget_bytes <= self._budget.bytes
         except _NotMade:
             return False
 
-    def _where_a_line_ends(self, size: Callable[[AheadStep], int]) -> int:
-        """Where a straight line through the sizes of the two small captures meets the budget; 1 or more."""
+    def _least_bytes(self, step: AheadStep) -> int:
+        """The least budget that a plan of ``step`` was found for, or that no plan stays below."""
+        if self._interrupted:
+            raise _Interrupted
+        try:
+            return step.plan(Budget(bytes=1), self._planning(self._effort)).budget_bytes
+        except BudgetError as error:
+            return error.smallest_bytes or step.resident_bytes + floor_bytes(step.program)[0]
+
+    def _where_a_line_ends(self, size: Callable[[AheadStep], int], far: int = FAR) -> int:
+        """Where a straight line through the sizes of a small step and of one at ``far`` meets the budget, 1 or more.
+
+        That is at ``far`` if there is no such line.
+        """
         assert self._budget.bytes is not None
-        low, high = size(self.step(2)), size(self.step(4))
+        try:
+            low, high = size(self.step(NEAR)), size(self.step(far))
+        except _NotMade:
+            return far
         if high <= low:
-            return 1
-        return max(int(2 + 2 * (self._budget.bytes - low) / (high - low)), 1)
-
-    def _guess(self, ahead: Callable[[int], AheadStep], start: int, *, near: bool) -> int:
-        """The largest batch that fits by interpolation, looked for from ``start``; about, unless it is ``near``."""
-        coarse = 1 if near else max(start // COARSE, 1)
-        return largest(lambda batch: self.plan_of(ahead(batch), batch) is not None, start, coarse)
-
-    def _unplanned_fits(self, step: AheadStep) -> bool:
-        assert self._budget.bytes is not None
-        return step.unplanned_budget_bytes <= self._budget.bytes
+            return far
+        return max(int(NEAR + (far - NEAR) * (self._budget.bytes - low) / (high - low)), 1)

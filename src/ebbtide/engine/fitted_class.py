@@ -71,13 +71,13 @@ def watched_of_fitted() -> Iterator[Watched]:
 def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The subclass of ``plain`` under the same name whose training calls are planned (definition 1)."""
     training_step = getattr(plain, "training_step", None)
-    if not isinstance(vars(_made(plain, training_step))["forward"], _ForwardOfModel):
-        _made.cache_clear()  # somebody has put another forward on the class of a fitted model
-    return _made(plain, training_step)
+    if not isinstance(vars(subclass_of(plain, training_step))["forward"], _ForwardOfModel):
+        subclass_of.cache_clear()  # somebody has put another forward on the class of a fitted model
+    return subclass_of(plain, training_step)
 
 
 @functools.cache
-def _made(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
+def subclass_of(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
     names: dict[str, Any] = {
         "forward": _ForwardOfModel(plain),
         "_ebbtide_plain": plain,
