@@ -43,6 +43,7 @@ WORDS = {"batch": "a batch of 1", "layers": "1 layer", "length": "a length of 1"
 """What may be varied, and the least of each in words."""
 MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
 NEAR, FAR = 2, 4  # the two small captures
+COARSE = 8  # a limit on the overhead gives no line: the first steps from what fits unplanned are so large a part of it
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
 LAST_SECONDS = 10.0  # for the plan of what fits unplanned, once Ctrl-C has come
 
@@ -317,7 +318,8 @@ class _Search:
                 guess = max(guess, self._where_a_line_ends(self._least_bytes))
                 if guess > FAR:
                     guess = max(self.unplanned, self._where_a_line_ends(self._least_bytes, guess))
-            return largest(self._captured_fits, guess)
+            coarse = 1 if self._overhead is None else max(guess // COARSE, 1)
+            return largest(self._captured_fits, max(largest(self._captured_fits, guess, coarse), 1))
         except _Interrupted:
             return self._at_hand()
 
