@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ebbtide._api.verify import Verification as Verification
     from ebbtide._api.verify import verify as verify
     from ebbtide.case import Case as Case
-    from ebbtide.clipping import Clipping as Clipping
     from ebbtide.measurement.peak import measure as measure
     from ebbtide.options import Options as Options
     from ebbtide.report.plan import Plan as Plan
@@ -43,7 +42,6 @@ _HOMES = {
     "BatchPlan": "ebbtide._api.max_batch",
     "Budget": "ebbtide.units",
     "Case": "ebbtide.case",
-    "Clipping": "ebbtide.clipping",
     "Machine": "ebbtide.step.machine",
     "Options": "ebbtide.options",
     "Plan": "ebbtide.report.plan",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-    from ebbtide.clipping import Clipping
 
 __all__ = ["Case"]
 
@@ -42,4 +41,4 @@ class Case:
     loss: Callable[[Any], Any] | None = None
     gradients: Literal["loss", "all"] | None = None
     step: Literal["outside", "inside"] | None = None
-    max_norm: float | Clipping | None = None
+    max_norm: float | None = None

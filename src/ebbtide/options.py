@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from ebbtide.checks import flag, function, one_of, refusal, seconds, whole
-from ebbtide.clipping import Clipping, clipping_of
 from ebbtide.errors import UsageError
 from ebbtide.names import with_known_keywords
 from ebbtide.planners.base import DEFAULT_EFFORT, Interrupt, Progress, silent
@@ -94,8 +93,10 @@ def _tiers(_: str, value: object) -> None:
     parse_tiers(value)
 
 
-def _max_norm(_: str, value: object) -> None:
-    clipping_of(value)
+def _max_norm(argument: str, value: object) -> None:
+    is_norm = isinstance(value, float | int) and not isinstance(value, bool) and value >= 0
+    if value is not None and not is_norm:
+        raise refusal(argument, value, "a number, 0 or more", "None, which clips nothing")
 
 
 def _start(argument: str, value: object) -> None:
@@ -160,12 +161,11 @@ class Options:
     backward, where each gradient is applied and freed as it comes; ``optimizer.step()`` stays where it is in the loop
     and does nothing more. With the same bits, for optimizers that step on each parameter for itself (all of torch's
     but LBFGS; others are tried out)."""
-    max_norm: float | Clipping | None = field(default=None, metadata={"check": _max_norm})
+    max_norm: float | None = field(default=None, metadata={"check": _max_norm})
     """With the optimizer inside of the step: to what norm gradients are clipped before they are applied.
 
     As ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` does between backward and step, which is taken
-    out of the loop; :func:`ebbtide.total_norm` gives what it returns. A :class:`Clipping` has its other arguments.
-    ``None`` clips nothing."""
+    out of the loop; :func:`ebbtide.total_norm` gives what it returns. ``None`` clips nothing."""
     offload_optimizer: bool = field(default=False, metadata={"check": flag})
     """With an optimizer and tiers: its state is in the first tier while a step runs.
 
@@ -257,11 +257,6 @@ class Options:
         require_tiers(planner, parse_tiers(self.tiers), name, links)
 
     @property
-    def clipping(self) -> Clipping | None:
-        """By what gradients are clipped in the step."""
-        return clipping_of(self.max_norm)
-
-    @property
     def inside(self) -> bool:
         """Whether the optimizer steps in the backward."""
         return self.step == "inside"
@@ -286,7 +281,7 @@ class Options:
     @property
     def first_rules(self) -> tuple[str, ...]:
         """The names of the rules that are tried wherever the step does not fit as it is."""
-        waits = (GRADIENT_RECOMPUTE,) if self.clipping is not None else ()
+        waits = (GRADIENT_RECOMPUTE,) if self.max_norm is not None else ()
         return (*_RULES[self.rewrites or "exact"], *waits)
 
     @property

@@ -33,7 +33,7 @@ TRAINING = (
     *("plan_of", "step_of", "calls_of", "measure", "repeatable"),
 )
 AHEAD = ("plan", "sweep", "max_batch", "plot_frontier", "doctor", "verify")
-RECORDS = ("Options", "Budget", "Case", "Clipping", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
+RECORDS = ("Options", "Budget", "Case", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")
 RETURNED = {"Step": Step, "Calls": Calls}
 """What functions return and nobody makes."""
 ONLY = {

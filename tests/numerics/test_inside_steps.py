@@ -141,7 +141,7 @@ def assert_as_outside(
     norms: list[Callable[[], Tensor | None] | None] = [None, None]
     if clipping is not None:
         norms = [lambda: nn.utils.clip_grad_norm_(plain.parameters(), **clipping), lambda: ebbtide.total_norm(model)]
-        options["max_norm"] = ebbtide.Clipping(**clipping)
+        options["max_norm"] = clipping["max_norm"]
     expected = trained(plain, of(plain), arguments, steps, norms[0])
     optimizer = fitted(model, of, budget, **options)
     assert_same(trained(model, optimizer, arguments, steps, norms[1]), expected)

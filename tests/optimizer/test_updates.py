@@ -15,7 +15,6 @@ from ebbtide._api.estimate import capture_ahead
 from ebbtide.capture.claims import RewriteError
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.offline import capture
-from ebbtide.clipping import Clipping
 from ebbtide.cost.cache import device_context
 from ebbtide.errors import VerificationError
 from ebbtide.lower.emit import CLAIM
@@ -251,7 +250,7 @@ def test_nothing_is_updated_that_gets_no_gradient() -> None:
 def with_norms_of(model: nn.Module, *args: Tensor) -> tuple[Captured, Captured]:
     """The step of ``model`` as captured, and with norms of its gradients."""
     plain = captured(model, *args)
-    insertion = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model, clipping=Clipping(1.0))
+    insertion = UpdateInsertion(torch.optim.SGD(model.parameters(), lr=0.1), model, max_norm=1.0)
     return plain, insertion.with_norms(plain)
 
 

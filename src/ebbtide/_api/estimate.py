@@ -274,7 +274,7 @@ def capture_ahead(
         refuse_to_step_inside(optimizer)
         assert optimizer is not None
         device_type = None if target is None else target.device
-        insertion = UpdateInsertion(optimizer, model, device_type, options.clipping)
+        insertion = UpdateInsertion(optimizer, model, device_type, options.max_norm)
         begin, finish = insertion.with_norms, insertion.with_updates
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):

@@ -189,7 +189,7 @@ def _known_of(
         optimizers=OptimizerLink(
             optimizer,
             offloaded=None if moves is None else offload_of(moves, next(iter(tiers.values()))),
-            in_backward=None if updates is None else OptimizerInBackward(updates, options.clipping),
+            in_backward=None if updates is None else OptimizerInBackward(updates, options.max_norm),
         ),
         calls=Calls(
             fitted_with_gradients=any(gradient_of(each) is not None for each in model.parameters()),
@@ -362,7 +362,7 @@ def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
         UsageError: if the model is not fitted, or without ``max_norm``.
     """
     inside = _fitted(model, "total_norm").optimizers.in_backward
-    if inside is None or inside.clipping is None:
+    if inside is None or inside.max_norm is None:
         raise UsageError(
             "the model is fitted without max_norm, so its steps take no norm of its gradients; "
             'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", options=ebbtide.Options(max_norm=...)) '

@@ -70,14 +70,17 @@ def watched_of_fitted() -> Iterator[Watched]:
 
 def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The subclass of ``plain`` under the same name whose training calls are planned (definition 1)."""
-    training_step = getattr(plain, "training_step", None)
-    if not isinstance(vars(subclass_of(plain, training_step))["forward"], _ForwardOfModel):
-        subclass_of.cache_clear()  # somebody has put another forward on the class of a fitted model
-    return subclass_of(plain, training_step)
+    key = plain, getattr(plain, "training_step", None)
+    known = _SUBCLASSES.get(key)
+    if known is None or not isinstance(vars(known)["forward"], _ForwardOfModel):  # somebody has put another on it
+        known = _SUBCLASSES[key] = _subclass(*key)
+    return known
 
 
-@functools.cache
-def subclass_of(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
+_SUBCLASSES: dict[tuple[type[torch.nn.Module], _Forward | None], type[torch.nn.Module]] = {}
+
+
+def _subclass(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
     names: dict[str, Any] = {
         "forward": _ForwardOfModel(plain),
         "_ebbtide_plain": plain,

@@ -119,7 +119,7 @@ class OptimizerLink:
         self.others = weakref.WeakSet(replaced)
         if self.in_backward is not None:
             self.in_backward.close()
-            self.in_backward = OptimizerInBackward(optimizer, self.in_backward.clipping)
+            self.in_backward = OptimizerInBackward(optimizer, self.in_backward.max_norm)
         return True
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

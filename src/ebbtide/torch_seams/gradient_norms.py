@@ -17,62 +17,39 @@ _torch: Any = torch
 __all__ = ["coefficient_of", "norm_of", "scale_by", "total_of"]
 
 
-def _taken_as_a_list(tensor: torch.Tensor, foreach: bool | None) -> bool:
-    device = tensor.device
-    if foreach is None:
-        return bool(_lists._has_foreach_support([tensor], device))
-    if foreach and not _lists._device_has_foreach_support(device):
-        raise RuntimeError(f"foreach=True was passed, but can't use the foreach API on {device.type} tensors")
-    return foreach
+def _taken_as_a_list(tensor: torch.Tensor) -> bool:
+    return bool(_lists._has_foreach_support([tensor], tensor.device))
 
 
-def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
+def norm_of(gradient: torch.Tensor) -> torch.Tensor:
     """The norm of one gradient among those that ``clip_grad_norm_`` is given (definition 2)."""
-    if _taken_as_a_list(gradient, foreach):
-        (norm,) = _torch._foreach_norm([gradient], norm_type)
+    if _taken_as_a_list(gradient):
+        (norm,) = _torch._foreach_norm([gradient], 2.0)
         return norm
-    return torch.linalg.vector_norm(gradient, norm_type)
+    return torch.linalg.vector_norm(gradient, 2.0)
 
 
-def scale_by(gradient: torch.Tensor, coefficient: torch.Tensor, foreach: bool | None) -> None:
+def scale_by(gradient: torch.Tensor, coefficient: torch.Tensor) -> None:
     """Multiply one gradient in place, likewise."""
     coefficient = coefficient.to(gradient.device)
-    if _taken_as_a_list(gradient, foreach):
+    if _taken_as_a_list(gradient):
         _torch._foreach_mul_([gradient], coefficient)
     else:
         gradient.mul_(coefficient)
 
 
-def total_of(
-    norms: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    norm_type: float,
-    *,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
+def total_of(norms: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of all gradients together, added up in the order of ``clip_grad_norm_`` (definition 1).
 
     Args:
         norms: of each, in the order of the model's parameters; maybe of another type than the gradient.
         tensors: of the type and on the device of each.
-        norm_type: as ``clip_grad_norm_`` takes it.
-        error_if_nonfinite: likewise.
-
-    Raises:
-        RuntimeError: if it is infinite or no number and that is to be an error.
     """
     if not norms:
         return torch.tensor(0.0)
     groups = _lists._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)  # type: ignore[list-item]
     in_order = [norms[index].to(norms[0].device) for _, indices in groups.values() for index in indices]
-    total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
-    if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-            "`error_if_nonfinite=False`. Nothing has been updated"
-        )
-    return total
+    return torch.linalg.vector_norm(torch.stack(in_order), 2.0)
 
 
 def coefficient_of(total: torch.Tensor, max_norm: float) -> torch.Tensor:

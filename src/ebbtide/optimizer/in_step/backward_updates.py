@@ -83,18 +83,16 @@ class BackwardUpdates:
         """The norm of the gradient that the parameter at ``position`` has with this one (definition 2)."""
         if position in self._left_out:
             return gradient.new_zeros(())
-        clipping = self._in_backward.clipping
-        assert clipping is not None
         with torch.no_grad():
             if (existing := gradient_of(self._trained[position][0])) is not None:
                 existing += gradient
                 gradient = existing
-            return norm_of(gradient, clipping.norm_type, clipping.foreach)
+            return norm_of(gradient)
 
     def total_norm(self, norms: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What gradients are scaled by, of all that parameters have (definition 2)."""
-        clipping = self._in_backward.clipping
-        assert clipping is not None
+        max_norm = self._in_backward.max_norm
+        assert max_norm is not None
         made_norms = {id(self._trained[i][0]): norm for i, norm in norms.items() if i not in self._left_out}
         parts: list[torch.Tensor] = []
         of: list[torch.Tensor] = []
@@ -105,14 +103,14 @@ class BackwardUpdates:
                     parts.append(norm)
                     of.append(parameter)
                 elif (gradient := gradient_of(parameter)) is not None:
-                    parts.append(norm_of(gradient, clipping.norm_type, clipping.foreach))
+                    parts.append(norm_of(gradient))
                     of.append(gradient)
                     others.append(gradient)
-            total = total_of(parts, of, clipping.norm_type, error_if_nonfinite=clipping.error_if_nonfinite)
+            total = total_of(parts, of)
             self._in_backward.total_norm = total
-            self._coefficient = coefficient_of(total, clipping.max_norm)
+            self._coefficient = coefficient_of(total, max_norm)
             for gradient in others:
-                scale_by(gradient, self._coefficient, clipping.foreach)
+                scale_by(gradient, self._coefficient)
         return self._coefficient
 
     def update(self, position: int, gradient: torch.Tensor) -> None:
@@ -120,11 +118,10 @@ class BackwardUpdates:
         if position in self._left_out:
             return
         parameter, name = self._trained[position]
-        clipping = self._in_backward.clipping
-        if clipping is not None and self._coefficient is not None:
+        if self._coefficient is not None:
             gradient = gradient if (existing := gradient_of(parameter)) is None else existing
             with torch.no_grad():
-                scale_by(gradient, self._coefficient, clipping.foreach)
+                scale_by(gradient, self._coefficient)
         # In the list first: an update that is interrupted may have been made in part.
         self._updated.append((parameter, name))
         step_parameter(self._in_backward.optimizer, self._groups[id(parameter)], parameter, gradient)

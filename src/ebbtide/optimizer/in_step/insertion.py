@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured
-from ebbtide.clipping import Clipping
 from ebbtide.errors import CaptureError
 from ebbtide.optimizer.cost.update_costs import UpdateCosts
 from ebbtide.optimizer.in_step.norm_ops import PartialNorm, with_norms
@@ -25,7 +24,7 @@ class UpdateInsertion:
         optimizer: of real, fake or meta parameters.
         model: whose parameters they are.
         device: type of the one that the step is for; that of the parameters if ``None``.
-        clipping: by what gradients are clipped first.
+        max_norm: to what norm gradients are clipped first.
     """
 
     def __init__(
@@ -33,10 +32,10 @@ class UpdateInsertion:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module,
         device: str | None = None,
-        clipping: Clipping | None = None,
+        max_norm: float | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._clipping = clipping
+        self._max_norm = max_norm
         self._trained: Mapping[str, torch.Tensor] = dict(model.named_parameters())
         self._costs = UpdateCosts(optimizer, device)
 
@@ -59,7 +58,7 @@ class UpdateInsertion:
         Raises:
             CaptureError: if a parameter gets a gradient that the step does not apply, so that there is no norm of all.
         """
-        if self._clipping is None:
+        if self._max_norm is None:
             return captured
         updates = self._updates(captured)
         self._refuse_what_is_left(captured, {each.position for each in updates})

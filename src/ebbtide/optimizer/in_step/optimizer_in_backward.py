@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from ebbtide.capture.joint import Captured
-from ebbtide.clipping import Clipping
 from ebbtide.errors import CaptureError, UpdateError, UsageError
 from ebbtide.optimizer.in_step.coupling import refuse_coupled_steps
 from ebbtide.optimizer.in_step.gradient_guard import GradientGuard, GuardState
@@ -62,7 +61,7 @@ class OptimizerInBackward:
 
     Args:
         optimizer: whose step may be taken for one parameter at a time (``in_step.coupling``).
-        clipping: by what gradients are clipped first.
+        max_norm: to what norm gradients are clipped first.
 
     Attributes:
         total_norm: of the gradients of the last backward that has taken it, before they were clipped.
@@ -74,12 +73,12 @@ class OptimizerInBackward:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        clipping: Clipping | None = None,
+        max_norm: float | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.clipping = clipping
+        self.max_norm = max_norm
         self.total_norm: torch.Tensor | None = None
-        self.gradient_guard = GradientGuard(clips=clipping is not None)
+        self.gradient_guard = GradientGuard(clips=max_norm is not None)
         self.update_audit = UpdateAudit(optimizer, self.gradient_guard)
         self.has_updated = False
         self._closed = False
@@ -112,7 +111,7 @@ class OptimizerInBackward:
 
     def bind(self, module: torch.nn.Module) -> None:
         """Learn whose parameters the optimizer steps; called before the module's steps get updates."""
-        self._insertion = UpdateInsertion(self.optimizer, module, clipping=self.clipping)
+        self._insertion = UpdateInsertion(self.optimizer, module, max_norm=self.max_norm)
         self._module = weakref.ref(module)
 
     def with_norms(self, captured: Captured) -> Captured:
@@ -254,8 +253,7 @@ class OptimizerInBackward:
         if closure is not None:
             self.gradient_guard.in_step = not is_of_torch(self.optimizer)
             return with_closure(args, kwargs, functools.partial(self._call_closure, closure, itertools.count()))
-        if self.gradient_guard.state is GuardState.CLEARED and self.clipping is not None:
-            self._clip(self.clipping)
+        self._clip()
         if is_of_torch(self.optimizer):
             why = "Ebbtide steps what is left to step"
             return with_closure(args, kwargs, left_out_of_traces(self._instead_of_a_closure, why))
@@ -309,8 +307,7 @@ class OptimizerInBackward:
             )
         self.gradient_guard.in_step = False
         result = closure()
-        if self.gradient_guard.state is GuardState.CLEARED and self.clipping is not None:
-            self._clip(self.clipping)
+        self._clip()
         self.gradient_guard.in_step = True
         self._allow_step()
         if is_of_torch(self.optimizer):
@@ -346,17 +343,13 @@ class OptimizerInBackward:
                 )
             self.gradient_guard.stepped_round = self.gradient_guard.rounds
 
-    def _clip(self, clipping: Clipping) -> None:
+    def _clip(self) -> None:
         """Clip gradients of which no backward has updated anything (definition 5)."""
+        if self.gradient_guard.state is not GuardState.CLEARED or self.max_norm is None:
+            return
         parameters = self.parameters()
         if any(gradient_of(each) is not None for each in parameters):
-            self.total_norm = torch.nn.utils.clip_grad_norm_(
-                parameters,
-                clipping.max_norm,
-                norm_type=clipping.norm_type,
-                error_if_nonfinite=clipping.error_if_nonfinite,
-                foreach=clipping.foreach,
-            )
+            self.total_norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
 
     def _refuse_late_gradients(self) -> None:
         """Refuse gradients from elsewhere, which came after the update (definition 4)."""

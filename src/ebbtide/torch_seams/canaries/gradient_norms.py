@@ -22,18 +22,14 @@ def norms_are_taken_one_by_one() -> None:
         (2, torch.float64),
     )
     drawn = [torch.randn(7, size, generator=drawing).to(dtype) for size, dtype in kinds]
-    for foreach in (None, False, True):
-        parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in drawn]
-        for parameter, gradient in zip(parameters, drawn, strict=True):
-            parameter.grad = gradient.clone()
-        total = torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=foreach)
-        mine = gradient_norms.total_of([gradient_norms.norm_of(each, 2.0, foreach) for each in drawn], drawn, 2.0)
-        expect(torch.equal(total, mine), f"a norm is taken otherwise with foreach={foreach}")
-        for parameter, gradient in zip(parameters, drawn, strict=True):
-            scaled = gradient.clone()
-            gradient_norms.scale_by(scaled, gradient_norms.coefficient_of(mine, 0.5), foreach)
-            theirs = parameter.grad
-            expect(
-                theirs is not None and torch.equal(scaled, theirs),
-                f"foreach={foreach} scales otherwise",
-            )
+    parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in drawn]
+    for parameter, gradient in zip(parameters, drawn, strict=True):
+        parameter.grad = gradient.clone()
+    total = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    mine = gradient_norms.total_of([gradient_norms.norm_of(each) for each in drawn], drawn)
+    expect(torch.equal(total, mine), "a norm is taken otherwise")
+    for parameter, gradient in zip(parameters, drawn, strict=True):
+        scaled = gradient.clone()
+        gradient_norms.scale_by(scaled, gradient_norms.coefficient_of(mine, 0.5))
+        theirs = parameter.grad
+        expect(theirs is not None and torch.equal(scaled, theirs), "gradients are scaled otherwise")
