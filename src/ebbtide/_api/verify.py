@@ -17,6 +17,7 @@ from ebbtide.cost.attach import is_measured_form
 from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.executable import executable_of
 from ebbtide.engine.pending_steps import PendingStep, PendingSteps
+from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.validity import Validity
 from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import PlanMismatch, UsageError
@@ -273,27 +274,18 @@ class _State:
     """Buffers, arguments, gradients and random state, to start every run from and to put back at the end."""
 
     def __init__(self, model: torch.nn.Module, arguments: object, device: str) -> None:
-        self._cuda = device == "cuda"
-        changeable = {id(t): t for t in (*model.buffers(), *_tensors(arguments))}.values()
-        self._buffers = [(t, t.detach().clone()) for t in changeable]
+        self._put_back = snapshot([*model.buffers(), *_tensors(arguments)], device)
         self._gradients = [(p, p.grad) for p in model.parameters()]
-        self._random = torch.get_rng_state()
-        self._cuda_random = torch.cuda.get_rng_state() if self._cuda else None
 
     def start(self) -> None:
         """The state before a step, without gradients."""
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        self._put_back()
         for parameter, _ in self._gradients:
             parameter.grad = None
-        torch.set_rng_state(self._random)
-        if self._cuda_random is not None:
-            torch.cuda.set_rng_state(self._cuda_random)
 
     def restore(self) -> None:
         """The state as it was found."""
-        self.start()
+        self._put_back()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
