@@ -274,11 +274,6 @@ class Options:
         return machine_named(self.machine) if isinstance(self.machine, str) else self.machine
 
     @property
-    def may_rewrite(self) -> bool:
-        """Whether something may take the place of parts of the step."""
-        return self.rewrites != "none"
-
-    @property
     def first_rules(self) -> tuple[str, ...]:
         """The names of the rules that are tried wherever the step does not fit as it is."""
         waits = (GRADIENT_RECOMPUTE,) if self.max_norm is not None else ()

@@ -13,7 +13,7 @@ import torch
 from ebbtide.cost.call import extent_of
 from ebbtide.torch_seams.storages import storage_key
 
-__all__ = ["snapshot", "snapshot_bytes"]
+__all__ = ["snapshot"]
 
 
 def snapshot(tensors: Iterable[torch.Tensor], device: str) -> Callable[[], None]:
@@ -32,11 +32,6 @@ def snapshot(tensors: Iterable[torch.Tensor], device: str) -> Callable[[], None]
             torch.cuda.set_rng_state(cuda_state)
 
     return restore
-
-
-def snapshot_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the copies that :func:`snapshot` makes of ``tensors``; these may be fake."""
-    return sum(end - begin for _, begin, end in _spans(tensors))
 
 
 def _spans(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[torch.Tensor, int, int]]:
