@@ -51,15 +51,14 @@ class UpdateAudit:
         Raises:
             UpdateError: saying what has changed.
         """
-        self._refuse_other_options()
+        now = self._options_now()
+        if now != self._options:
+            pairs = list(zip(self._options, now, strict=True)) if len(now) == len(self._options) else []
+            changed = sorted({key for a, b in pairs for key in {*a, *b} if a.get(key) != b.get(key)}) or ["groups"]
+            raise self._refusal(f"{', '.join(changed)} of the optimizer", "options (as schedulers do)")
         self.refuse_other_weights()
         if names := self._changed(self._state, self._state_of):
-            raise UpdateError(
-                f"the optimizer's state of {names} changed between loss.backward() and optimizer.step(), and "
-                'step="inside" has updated by it in the backward: eager changes first and updates then. Change '
-                "state (load_state_dict, state.clear()) before the forward or after optimizer.step()",
-                updated=self._guard.names,
-            )
+            raise self._refusal(f"the optimizer's state of {names}", "state (load_state_dict, state.clear())")
 
     def refuse_other_weights(self) -> None:
         """``optimizer.step()`` begins, or has ended with all hooks that came before ours.
@@ -69,23 +68,13 @@ class UpdateAudit:
         """
         if names := self._changed(self._weights, version_of):
             self._weights = {}
-            raise UpdateError(
-                f"{names} were written to between loss.backward() and the end of optimizer.step(), and "
-                'step="inside" has updated them in the backward: eager writes first and updates what was written. '
-                "Write to weights (decay, clamping, load_state_dict) before the forward or after optimizer.step()",
-                updated=self._guard.names,
-            )
+            raise self._refusal(names, "weights (decay, clamping, load_state_dict)")
 
-    def _refuse_other_options(self) -> None:
-        now = self._options_now()
-        if now == self._options:
-            return
-        pairs = list(zip(self._options, now, strict=True)) if len(now) == len(self._options) else []
-        changed = sorted({key for a, b in pairs for key in {*a, *b} if a.get(key) != b.get(key)}) or ["groups"]
-        raise UpdateError(
-            f"{', '.join(changed)} of the optimizer changed between loss.backward() and optimizer.step(), and "
-            'step="inside" has applied the gradients in the backward, with what was set before. Change options before '
-            "loss.backward(), or after optimizer.step() as schedulers do",
+    def _refusal(self, what: str, kind: str) -> UpdateError:
+        return UpdateError(
+            f'{what} changed between loss.backward() and the end of optimizer.step(), and step="inside" has updated in '
+            f"the backward by what was there: eager changes first and updates then. Change {kind} before the forward, "
+            "or after optimizer.step()",
             updated=self._guard.names,
         )
 
