@@ -127,16 +127,6 @@ def _weighted(h: torch.Tensor, head: nn.Module, labels: torch.Tensor, **settings
     return _plain(h, head, labels, weight=torch.arange(CLASSES) / CLASSES, **settings)
 
 
-def _weighted_and_masked(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    losses = _weighted(h, head, labels, reduction="none").view_as(labels)
-    return (losses * (labels != -100) / (1 + labels % 3)).mean()
-
-
-def _weighted_and_cut(h: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    logits = head(h).float()[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, labels[:, 1:].flatten(), weight=torch.linspace(0.5, 2, CLASSES))
-
-
 def _capped(h: torch.Tensor, head: nn.Module, labels: torch.Tensor, **settings: Any) -> torch.Tensor:
     return F.cross_entropy((torch.tanh(head(h) / 3) * 3).flatten(0, 1), labels.flatten(), **settings)
 
@@ -186,18 +176,9 @@ FORMS: dict[str, Callable[[], Tower]] = {
     "smoothed, sum": lambda: Tower(lambda h, head, y: _smoothed(h, head, y, reduction="sum") / 64),
     "smoothed, no reduction": lambda: Tower(lambda h, head, y: _smoothed(h, head, y, reduction="none").mean()),
     "bfloat16, smoothed and cut": lambda: Tower(_smoothed_and_cut).to(torch.bfloat16),
-    "class weights": lambda: Tower(_weighted),
-    "class weights, sum, tied": lambda: Tower(
-        lambda h, head, y: _weighted(h, head, y, reduction="sum") / 64, tied=True
-    ),
-    "class weights, no reduction, bias": lambda: Tower(_weighted_and_masked, bias=True),
-    "bfloat16, class weights and cut": lambda: Tower(_weighted_and_cut).to(torch.bfloat16),
-    "class weights, frozen": lambda: Tower(_weighted, frozen=True),
     "capped": lambda: Tower(_capped),
     "capped, bias": lambda: Tower(_capped, bias=True),
-    "capped, frozen, class weights": lambda: Tower(
-        lambda h, head, y: _capped(h, head, y, weight=torch.linspace(0.5, 2, CLASSES)), frozen=True
-    ),
+    "capped, frozen": lambda: Tower(_capped, frozen=True),
     "capped, smoothed": lambda: Tower(lambda h, head, y: _capped(h, head, y, label_smoothing=0.1)),
     "bfloat16, capped and returned": lambda: Tower(_capped_and_returned).to(torch.bfloat16),
     "bfloat16, cast, capped and cut": lambda: Tower(_cast_and_capped).to(torch.bfloat16),
@@ -261,9 +242,10 @@ LEFT: dict[str, tuple[Callable[[], Tower], str]] = {
         lambda: Tower(_penalty),
         "another loss of the same logits",
     ),
+    "class weights": (lambda: Tower(_weighted), "classes have weights"),
     "class weights and smoothed labels": (
         lambda: Tower(lambda h, head, y: _weighted(h, head, y, label_smoothing=0.1)),
-        "smoothed and classes have weights",
+        "classes have weights",
     ),
     "bent otherwise": (
         lambda: Tower(lambda h, head, y: F.cross_entropy(torch.sigmoid(head(h)).flatten(0, 1), y.flatten())),

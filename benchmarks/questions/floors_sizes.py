@@ -75,26 +75,26 @@ def _eager(c: dict[str, Any]) -> list[Tensor]:
     loss, weight = _aten.nll_loss_forward(softmax, labels, None, reduction, ignored)
     gradient = _aten.nll_loss_backward(c["tangent"], softmax, labels, None, reduction, ignored, weight)
     gradient = _aten._log_softmax_backward_data(gradient, softmax, 1, torch.float32).to(h.dtype)
-    sums = h.new_empty(0) if bias is None else gradient.sum([0], True).view(-1)
+    sums = h.new_empty(0) if bias is None else gradient.sum([0], True)
     return [loss, weight, torch.mm(gradient, wt.t()), torch.mm(gradient.t(), h), sums]
 
 
 def _forms(c: dict[str, Any]) -> Iterator[tuple[str, list[Tensor]]]:
     operands = (c["h"], c["wt"], c["bias"], c["labels"])
-    how: tuple[Any, ...] = (*c["how"], [], None, "")  # no cut, no class weights, nothing between product and softmax
+    how: tuple[Any, ...] = (*c["how"], [], "")  # no cut, nothing between product and softmax
     last = (*how, torch.float32, c["rows"])
     loss, weight, kept, _ = _ops.forward_that_keeps(*operands, *last, False)
     yield "kept", [loss, weight, *_ops.backward_over_kept(kept, *operands, c["tangent"], weight, None, *last, True)]
-    loss, weight, statistics = _ops.forward_by_rows(*operands, *last)
+    loss, weight, statistics, _, none = _ops.forward_by_rows(*operands, None, *last, 0)
     hidden = _ops.backward_by_rows(*operands, c["tangent"], weight, *last)
     rest = (*operands, statistics, c["tangent"], weight, *how, c["columns"])
-    yield "rows", [loss, weight, hidden, *_ops.backward_by_columns(*rest)]
+    yield "rows", [loss, weight, hidden, *_ops.backward_by_columns(none, None, *rest)]
     guess = torch.tensor(1.0)
     known = head_slices.known_columns(c["wt"].shape[1], 0.5, c["columns"])
-    loss, weight, statistics, hidden, first = _ops.forward_with_guess(*operands, guess, *last, known)
+    loss, weight, statistics, hidden, first = _ops.forward_by_rows(*operands, guess, *last, known)
     hidden = _ops.settle_guess(hidden, guess, *operands, c["tangent"], weight, *last)
     rest = (*operands, statistics, c["tangent"], weight, *how, c["columns"])
-    yield "guessed", [loss, weight, hidden, *_ops.backward_by_other_columns(first, guess, *rest)]
+    yield "guessed", [loss, weight, hidden, *_ops.backward_by_columns(first, guess, *rest)]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

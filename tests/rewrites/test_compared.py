@@ -155,7 +155,7 @@ def wrong(function: Callable[..., Any], take: Callable[[Any], torch.Tensor]) -> 
 
 WRONG: dict[str, tuple[str, Callable[[Any], torch.Tensor], str]] = {
     "the loss": ("loss_and_weight", lambda result: result[0], "forward_by_rows"),
-    "hidden states": ("hidden_gradient", lambda result: result, "backward_by_rows"),
+    "hidden states": ("pass_over_rows", lambda result: result[0], "backward_by_rows"),
     "the weight": ("gradients_by_columns", lambda result: result[0], "backward_by_columns"),
 }
 

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 ops = SimpleNamespace(**{name: op.target for name, op in HEAD_OPS.items()})
 
 
-How = tuple[int, int, list[int], Tensor | None, str]
-"""Reduction, ignored label, cut, weights of classes, and what is made of the logits before their softmax."""
+How = tuple[int, int, list[int], str]
+"""Reduction, ignored label, cut, and what is made of the logits before their softmax."""
 BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "": (lambda x: x, lambda g, x: g),
     "div 3.0, tanh, mul 3.0": (
@@ -40,20 +40,20 @@ BETWEEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], 
 
 def eager(h: Tensor, wt: Tensor, bias: Tensor | None, labels: Tensor, how: How, tangent: Tensor) -> Any:
     """Loss, total weight and gradients by the kernels that autograd calls."""
-    reduction, ignored, cut, class_weights, between = how
+    reduction, ignored, cut, between = how
     bend, bent_back = BETWEEN[between]
     product = torch.mm(h, wt) if bias is None else torch.addmm(bias, h, wt)
     logits = bend(product)
     runs = logits.view(-1, cut[0] if cut else 1, logits.shape[1])
     read = runs[:, cut[1] : cut[2]] if cut else runs
     softmax = aten._log_softmax(read.flatten(0, 1).float(), 1, False)
-    loss, weight = aten.nll_loss_forward(softmax, labels, class_weights, reduction, ignored)
-    gradient = aten.nll_loss_backward(tangent, softmax, labels, class_weights, reduction, ignored, weight)
+    loss, weight = aten.nll_loss_forward(softmax, labels, None, reduction, ignored)
+    gradient = aten.nll_loss_backward(tangent, softmax, labels, None, reduction, ignored, weight)
     gradient = aten._log_softmax_backward_data(gradient, softmax, 1, torch.float32).view_as(read).to(logits.dtype)
     if cut:
         gradient = aten.slice_backward(gradient, runs.shape, 1, cut[1], cut[2], 1)
     gradient = bent_back(gradient.reshape(logits.shape), product)
-    sums = h.new_empty(0) if bias is None else gradient.sum([0], True).view(-1)
+    sums = h.new_empty(0) if bias is None else gradient.sum([0], True)
     return loss, weight, torch.mm(gradient, wt.t()), torch.mm(gradient.t(), h), sums
 
 
@@ -80,7 +80,7 @@ def drawn(seed: int) -> dict[str, Any]:
         "wt": (torch.randn(v, d) * 0.1).to(dtype).t(),
         "bias": torch.randn(v).to(dtype) if choose.random() < 0.3 else None,
         "labels": labels,
-        "how": (reduction, ignored, cut, None, ""),
+        "how": (reduction, ignored, cut, ""),
         "tangent": tangent,
         "rows": choose.choice([16, 32, 50, 64, 128]),
         "columns": choose.choice([16, 33, 64, 128, 500]),
@@ -89,29 +89,25 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 def varied(seed: int) -> dict[str, Any]:
-    """The same, of classes with weights or of logits that are scaled and capped, or both."""
+    """The same, of logits that are scaled and capped."""
     c = drawn(seed)
-    choose = random.Random(-seed)
-    weights = torch.rand(c["wt"].shape[1]) + 0.1 if choose.random() < 0.6 else None
-    if weights is not None:
-        weights[::5] = 0
-    between = choose.choice(list(BETWEEN)[1:]) if weights is None or choose.random() < 0.4 else ""
-    return c | {"how": (*c["how"][:3], weights, between)}
+    return c | {"how": (*c["how"][:3], random.Random(-seed).choice(list(BETWEEN)[1:]))}
 
 
 def sizes_of(c: dict[str, Any], **others: Any) -> HeadSizes:
     (n, d), v = c["h"].shape, c["wt"].shape[1]
     kind = (c["h"].dtype, torch.float32, tuple(c["h"].stride()), tuple(c["wt"].stride()), c["bias"] is not None)
-    reduction, _, cut, weights, between = c["how"]
-    own = {"cut": tuple(cut), "weighted": weights is not None, "logit_ops": between, **others}
+    reduction, _, cut, between = c["how"]
+    own = {"cut": tuple(cut), "logit_ops": between, **others}
     return HeadSizes(n, d, v, *kind, reduction, "cpu", **own)
 
 
 def by_rows(c: dict[str, Any]) -> Any:
     operands = (c["h"], c["wt"], c["bias"], c["labels"])
-    loss, weight, statistics = ops.forward_by_rows(*operands, *c["how"], torch.float32, c["rows"])
+    loss, weight, statistics, _, none = ops.forward_by_rows(*operands, None, *c["how"], torch.float32, c["rows"], 0)
     hidden = ops.backward_by_rows(*operands, c["tangent"], weight, *c["how"], torch.float32, c["rows"])
-    gradients = ops.backward_by_columns(*operands, statistics, c["tangent"], weight, *c["how"], c["columns"])
+    rest = (*operands, statistics, c["tangent"], weight, *c["how"], c["columns"])
+    gradients = ops.backward_by_columns(none, None, *rest)
     return loss, weight, hidden, *gradients
 
 
@@ -120,10 +116,10 @@ def guessed(c: dict[str, Any], share: float) -> Any:
     guess = torch.ones_like(c["tangent"])
     known = known_columns(c["wt"].shape[1], share, c["columns"])
     last = (*c["how"], torch.float32, c["rows"])
-    loss, weight, statistics, hidden, first = ops.forward_with_guess(*operands, guess, *last, known)
+    loss, weight, statistics, hidden, first = ops.forward_by_rows(*operands, guess, *last, known)
     hidden = ops.settle_guess(hidden, guess, *operands, c["tangent"], weight, *last)
     rest = (*operands, statistics, c["tangent"], weight, *c["how"], c["columns"])
-    return loss, weight, hidden, *ops.backward_by_other_columns(first, guess, *rest)
+    return loss, weight, hidden, *ops.backward_by_columns(first, guess, *rest)
 
 
 def kept(c: dict[str, Any]) -> Any:
@@ -159,7 +155,7 @@ class Smoothed(torch.autograd.Function):
         h, wt, bias, labels, weight, buffer = ctx.saved_tensors
         call = (buffer, h, wt, bias, labels, tangent, weight, numbers, *ctx.last, True)
         hidden, of_weight, of_bias = ops.backward_over_kept(*call)
-        return hidden, of_weight.t(), None if bias is None else of_bias, None, None, None
+        return hidden, of_weight.t(), None if bias is None else of_bias.view(-1), None, None, None
 
 
 def smoothed(operands: tuple[Any, ...], how: How, rows: int) -> Tensor:
@@ -249,7 +245,7 @@ def test_a_retained_graph_is_not_written_over() -> None:
     class Head(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, h: Tensor, wt: Tensor, labels: Tensor) -> Tensor:
-            last = (1, -100, [], None, "", torch.float32, 32, False)
+            last = (1, -100, [], "", torch.float32, 32, False)
             loss, weight, buffer, _ = ops.forward_that_keeps(h, wt, None, labels, *last)
             ctx.save_for_backward(h, wt, labels, weight, buffer)
             return loss
@@ -257,7 +253,7 @@ def test_a_retained_graph_is_not_written_over() -> None:
         @staticmethod
         def backward(ctx: Any, tangent: Tensor) -> Any:
             h, wt, labels, weight, buffer = ctx.saved_tensors
-            last = (1, -100, [], None, "", torch.float32, 32, True)
+            last = (1, -100, [], "", torch.float32, 32, True)
             hidden, _, _ = ops.backward_over_kept(buffer, h, wt, None, labels, tangent, weight, None, *last)
             return hidden, None, None
 

@@ -285,47 +285,38 @@ def alternatives_of(
         finish: done to the step after its rewrites.
     """
     candidates = _Candidates(captured, finish)
-    known: dict[tuple[Rewrite, ...], Alternative] = {}
+    estimates: dict[tuple[Rewrite, ...], Callable[[], Program]] = {}
     writing = {(rule.name, form) for rule in RULES for form in rule.writes}
 
-    def made(choice: Choice) -> Alternative:
-        estimated = cache(partial(choice.estimated, program))
+    def made(choice: Choice, rules: Collection[str]) -> Alternative:
+        estimated = estimates.setdefault(choice.rewrites, cache(partial(choice.estimated, program)))
+        free = [stage.rule.free for stage in choice.stages]
+        refined = tuple if any(free) else partial(with_free_ones, choice, rules)
         if device is None:
-            return Alternative(choice.rewrites, estimated, partial(choice.assumed, program))
-        costed = partial(choice.costed, device, program)
-        why_not, unknown = partial(choice.why_not, device), partial(choice.unknown, device)
-        return Alternative(choice.rewrites, estimated, costed, why_not=why_not, unknown=unknown)
+            costed = partial(choice.assumed, program)
+            return Alternative(choice.rewrites, estimated, costed, free=all(free), refined=refined)
+        return Alternative(
+            choice.rewrites,
+            estimated,
+            partial(choice.costed, device, program),
+            free=all(free),
+            refined=refined,
+            why_not=partial(choice.why_not, device),
+            unknown=partial(choice.unknown, device),
+        )
 
-    def once(choice: Choice) -> Alternative:
-        if choice.rewrites not in known:
-            known[choice.rewrites] = made(choice)
-        return known[choice.rewrites]
+    def with_free_ones(choice: Choice, rules: Collection[str]) -> list[Alternative]:
+        return [made(each, rules) for each in candidates.with_free_candidates(choice, rules)]
 
     def by(rules: Collection[str]) -> Iterator[Alternative]:
-        for each in _alternatives(candidates, once, rules):
-            if not (retained and any((one.rule, one.form) in writing for one in each.rewrites)):
-                yield each
+        """Free candidates first; then every one of each other rule, to be had with the free ones of what it leaves."""
+        for choice in candidates.choices(rules):
+            if not (retained and any((each.rule, each.form) in writing for each in choice.rewrites)):
+                yield made(choice, rules)
 
     if first is None or set(first) == set(rules):
         return Alternatives(lambda: by(rules))
     return Alternatives(lambda: by(first), lambda: by(rules))
-
-
-def _alternatives(
-    candidates: _Candidates, alternative_of: Callable[[Choice], Alternative], rules: Collection[str]
-) -> Iterator[Alternative]:
-    """Free candidates first; then every one of each other rule, to be had with the free ones of what it leaves."""
-    for choice in candidates.choices(rules):
-        if all(stage.rule.free for stage in choice.stages):
-            yield replace(alternative_of(choice), free=True)
-        else:
-            yield replace(alternative_of(choice), refined=partial(_refined, candidates, choice, alternative_of, rules))
-
-
-def _refined(
-    candidates: _Candidates, choice: Choice, alternative_of: Callable[[Choice], Alternative], rules: Collection[str]
-) -> list[Alternative]:
-    return [alternative_of(each) for each in candidates.with_free_candidates(choice, rules)]
 
 
 def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:

@@ -25,7 +25,18 @@ from ebbtide.cost.profiling_budget import may_take
 from ebbtide.files import EntryFile
 from ebbtide.torch_seams.fake_tensors import without_modes
 
-__all__ = ["ALIGNMENT", "Fact", "FactCache", "either", "known_facts", "made_up", "measured", "normal", "own"]
+__all__ = [
+    "ALIGNMENT",
+    "Fact",
+    "FactCache",
+    "either",
+    "known_facts",
+    "made_up",
+    "measured",
+    "normal",
+    "own",
+    "same_bits",
+]
 
 ALIGNMENT = 512
 """Bytes: c10/core/alignment.h has 64 on a CPU, CUDACachingAllocator.cpp 512."""
@@ -120,6 +131,12 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -
         return torch.randn(shape, dtype=dtype, device=device, generator=drawing)
     made = torch.empty(shape, dtype=dtype, device=device)
     return made.normal_(generator=drawing)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type have the same bits; what is no number is equal to itself then."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.view(bits), other.view(bits))
 
 
 def made_up(spec: TensorSpec, seed: int) -> Tensor:

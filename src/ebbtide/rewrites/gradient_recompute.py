@@ -7,7 +7,7 @@ first step holds each value of the gradient recompute pass against the fingerpri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ebbtide.capture.joint import Captured
 from ebbtide.optimizer.in_step.gradient_recompute import cut_at, cuts_of, with_recompute_pass
@@ -15,8 +15,7 @@ from ebbtide.optimizer.in_step.norm_ops import total_norm_of
 from ebbtide.optimizer.in_step.proof import prove_recompute_pass
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.replaced import Replaced
-from ebbtide.rewrites.rule import Estimate, Rule
-from ebbtide.step.program import Program
+from ebbtide.rewrites.rule import Rule
 from ebbtide.step.rewrite import Rewrite
 
 __all__ = ["GradientRecomputeRule"]
@@ -46,12 +45,6 @@ class GradientRecomputeRule(Rule):
         """The step with the gradient recompute pass of the one of ``rewrites``."""
         (rewrite,) = rewrites
         return with_recompute_pass(step, cut_at(step, rewrite["price"]))
-
-    def estimates(
-        self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
-    ) -> Mapping[str, Estimate]:
-        """None: each op costs what its like does."""
-        return {}
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """As ``optimizer.in_step.proof`` does; what is made again is held against the fingerprints of the first."""

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from ebbtide.capture.joint import Captured
 from ebbtide.rewrites.facts import Fact
+from ebbtide.rewrites.reference import ReferenceOp, parts_of
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
@@ -92,8 +93,18 @@ class Rule:
     def estimates(
         self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
     ) -> Mapping[str, Estimate]:
-        """For each op of ``after`` that is the rule's own, by its name; ``program`` is that of ``step`` with costs."""
-        raise NotImplementedError
+        """For each op of ``after`` that is the rule's own, by its name; ``program`` is that of ``step`` with costs.
+
+        Here, of ops with a reference graph: what its captured ops take, one after the other.
+        """
+        known = {op.name: op for op in program.ops}
+        found: dict[str, Estimate] = {}
+        for name, node in ((op.name, node) for op, node in zip(after.program.ops, after.op_nodes, strict=True)):
+            parts = parts_of(node.target.reference) if isinstance(node.target, ReferenceOp) else ()
+            if name not in known and (ops := [known[each] for each in parts if each in known]):
+                workspace = max(each.workspace_bytes for each in ops)
+                found[name] = Estimate(sum(each.seconds for each in ops), workspace)
+        return found
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """What the ops of the rule stand for in ``after``, which is ``step`` but for them; raises ``RewriteError``."""

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from ebbtide.rewrites.heads.facts import HeadSizes
 from ebbtide.rewrites.heads.find import Head
-from ebbtide.rewrites.heads.kernels import KEPT
+from ebbtide.rewrites.heads.kernels import GUESSED, KEPT
 from ebbtide.rewrites.heads.logit_ops import caps
 from ebbtide.rewrites.heads.slices import known_columns
 from ebbtide.rewrites.rule import Estimate
@@ -25,33 +26,16 @@ _SCALARS_BYTES = 4096
 """Bytes of loss, weights and masks of one slice."""
 
 
+def _slice_bytes(sizes: HeadSizes, logits: int, *, cast: bool) -> int:
+    """Bytes of the temporaries of a slice of so many logits, and of masks and statistics, a few numbers per row."""
+    each = 3 * sizes.softmax.itemsize + (sizes.dtype.itemsize if cast else 0)
+    if sizes.logit_ops:  # what the gradients of caps read, and one more while they are made
+        each += (caps(sizes.logit_ops) + 1) * sizes.softmax.itemsize
+    return logits * each + (80 if sizes.cut else 48) * sizes.rows + _SCALARS_BYTES
+
+
 def _longest(length: int, size: int) -> int:
     return max(end - begin for begin, end in spans(length, size))
-
-
-def _row_bytes(head: Head, rows: int) -> int:
-    """Bytes of the three softmax-sized temporaries of a slice of rows."""
-    sizes = head.sizes
-    per_row = 3 * sizes.softmax.itemsize + (sizes.dtype.itemsize if sizes.dtype != sizes.softmax else 0)
-    per_row += _logit_ops_bytes(head)
-    return _longest(sizes.rows, rows) * sizes.vocabulary * per_row + _vectors(head)
-
-
-def _column_bytes(head: Head, columns: int) -> int:
-    sizes = head.sizes
-    per_row = 3 * sizes.softmax.itemsize + sizes.dtype.itemsize + _logit_ops_bytes(head)
-    return (_longest(sizes.vocabulary, columns) + 1) * sizes.rows * per_row + _vectors(head)
-
-
-def _logit_ops_bytes(head: Head) -> int:
-    """Per number of a slice: what the gradients of caps read, and one more while they are made."""
-    sizes = head.sizes
-    return (caps(sizes.logit_ops) + 1) * sizes.softmax.itemsize if sizes.logit_ops else 0
-
-
-def _vectors(head: Head) -> int:
-    """Bytes of masks and statistics, a few numbers per row."""
-    return (80 if head.sizes.cut else 48) * head.sizes.rows + _SCALARS_BYTES
 
 
 def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dict[str, Estimate]:
@@ -63,42 +47,35 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
         seconds: per captured op, by the name of its node.
     """
 
-    def of(node: fx.Node | None) -> float:
-        return 0.0 if node is None else seconds.get(node.name, 0.0)
+    def of(*nodes: fx.Node | None) -> float:
+        return sum(seconds.get(node.name, 0.0) for node in nodes if node is not None)
 
-    product, last = of(head.product), of(head.gradient)
-    softmax, cast, loss = of(head.softmax), of(head.cast), of(head.loss)
-    backward = of(head.backward) + last + sum(map(of, head.logit_ops_back))
-    softmax += sum(map(of, head.logit_ops))  # made again wherever the softmax is
-    if head.smoothing is not None:
-        loss += of(head.smoothing.sums)
-        backward += of(head.smoothing.added)
-    hidden, weight, sums = of(head.hidden_gradient), of(head.weight_gradient), of(head.bias_gradient)
-    settings = dict(rewrite.settings)
-    sizes = head.sizes
-    per_byte = of(head.softmax) / (2 * sizes.softmax_bytes) if sizes.softmax_bytes else 0.0
+    sizes, settings, smoothing = head.sizes, dict(rewrite.settings), head.smoothing
+    product, steps, steps_back = of(head.product), of(*head.steps), of(*head.steps_back)
+    loss = of(head.loss, None if smoothing is None else smoothing.sums)
+    hidden, weight = of(head.hidden_gradient), of(head.weight_gradient, head.bias_gradient)
+    per_byte = of(head.steps[-1]) / (2 * sizes.softmax_bytes) if sizes.softmax_bytes else 0.0
+    by_rows = _slice_bytes(
+        sizes, _longest(sizes.rows, settings["rows"]) * sizes.vocabulary, cast=sizes.dtype != sizes.softmax
+    )
+    if rewrite.form == KEPT:
+        again = steps if len(head.steps) > 1 else 0.0  # the log-softmax is kept where it reads the product itself
+        return {
+            "forward_that_keeps": Estimate(product + steps + loss, by_rows),
+            "backward_over_kept": Estimate(again + steps_back + hidden + weight, by_rows),
+        }
     reading = len(spans(sizes.rows, settings["rows"])) * per_byte * sizes.weight_bytes
-    if rewrite.form != KEPT:
-        hidden = max(hidden, reading)
-    in_rows = product if rewrite.form == KEPT else max(product, reading)
-    by_rows = _row_bytes(head, settings["rows"])
+    forward = max(product, reading) + steps
+    backward = forward + steps_back + max(hidden, reading)
     found = {
-        "forward_by_rows": Estimate(in_rows + softmax + cast + loss, by_rows),
-        "forward_with_guess": Estimate(in_rows + softmax + 2 * cast + loss + backward + hidden, by_rows),
-        "forward_that_keeps": Estimate(product + softmax + cast + loss, by_rows),
-        "backward_over_kept": Estimate(
-            softmax * (cast > 0 or bool(head.logit_ops)) + 2 * cast + backward + hidden + weight + sums, by_rows
-        ),
-        "backward_by_rows": Estimate(in_rows + softmax + 2 * cast + backward + hidden, by_rows),
+        "forward_by_rows": Estimate((backward if rewrite.form == GUESSED else forward) + loss, by_rows),
+        "backward_by_rows": Estimate(backward, by_rows),
         "settle_guess": Estimate(0.0, by_rows),  # a wrong one takes another pass over the rows
     }
     if columns := settings.get("columns", 0):
-        by_columns = _column_bytes(head, columns)
-        vocabulary = head.sizes.vocabulary
-        again_reading = len(spans(sizes.vocabulary, columns)) * per_byte * sizes.hidden_bytes
-        again = max(product, again_reading) + softmax + 2 * cast + backward
-        weight = max(weight, again_reading)
-        share = known_columns(vocabulary, settings.get("percent", 0) / 100, columns) / vocabulary
-        found["backward_by_columns"] = Estimate(again + weight + sums, by_columns)
-        found["backward_by_other_columns"] = Estimate((1 - share) * again + weight + sums, by_columns)
+        reading = len(spans(sizes.vocabulary, columns)) * per_byte * sizes.hidden_bytes
+        known = known_columns(sizes.vocabulary, settings.get("percent", 0) / 100, columns) / sizes.vocabulary
+        again = (1 - known) * (max(product, reading) + steps + steps_back)
+        by_columns = _slice_bytes(sizes, (_longest(sizes.vocabulary, columns) + 1) * sizes.rows, cast=True)
+        found["backward_by_columns"] = Estimate(again + max(weight, reading), by_columns)
     return found

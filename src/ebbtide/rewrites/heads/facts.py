@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 import torch
 from torch import Tensor
 
-from ebbtide.rewrites.facts import Fact, either, normal, own
+from ebbtide.rewrites.facts import Fact, either, normal, own, same_bits
 from ebbtide.rewrites.heads.cuts import read, rows_read
 from ebbtide.rewrites.heads.logit_ops import apply_text, caps, taken_back
 from ebbtide.rewrites.heads.slices import (
@@ -26,10 +27,11 @@ from ebbtide.rewrites.spans import LEAST, spans
 
 __all__ = [
     "HeadSizes",
+    "all_equal",
     "column_facts",
     "logits_by_slices",
+    "logits_in_slices",
     "row_facts",
-    "slices_of_logits_hold",
     "softmax_facts",
 ]
 
@@ -54,7 +56,6 @@ class HeadSizes:
         device: type.
         cut: which rows the loss reads (``heads.cuts``).
         smoothed: whether labels are.
-        weighted: whether classes have weights.
         logit_ops: what is made of the logits before their softmax (``heads.logit_ops``); empty for a cast alone.
     """
 
@@ -70,7 +71,6 @@ class HeadSizes:
     device: str
     cut: tuple[int, ...] = ()
     smoothed: bool = False
-    weighted: bool = False
     logit_ops: str = ""
 
     @property
@@ -107,7 +107,7 @@ class HeadSizes:
         kind = f"{str(self.dtype).removeprefix('torch.')}>{str(self.softmax).removeprefix('torch.')}"
         shapes = f"h[{self.rows},{self.width}]:{list(self.h_stride)} wt[{self.width},{self.vocabulary}]"
         cut = f" cut={list(self.cut)}" if self.cut else ""
-        smoothed = (" smoothed" if self.smoothed else "") + (" weighted" if self.weighted else "")
+        smoothed = " smoothed" if self.smoothed else ""
         smoothed += f" logit_ops=[{self.logit_ops}]" if self.logit_ops else ""
         return f"{shapes}:{list(self.wt_stride)} {kind} bias={int(self.bias)} reduction={self.reduction}{cut}{smoothed}"
 
@@ -132,19 +132,23 @@ def _normal_logits(sizes: HeadSizes, dtype: torch.dtype, seed: int) -> Tensor:
 
 # -- products -----------------------------------------------------------------------------------------------------
 
+Pairs = Iterator[tuple[Tensor, Tensor]]
+"""Slices as they are in the whole, and as they are made by themselves."""
 
-def slices_of_logits_hold(x: Operands, axis: str, size: int) -> bool:
-    """Whether ``"rows"`` or ``"columns"`` of the logits, made whole, are products of ``size`` of these."""
+
+def logits_in_slices(x: Operands, axis: str, size: int) -> Pairs:
+    """``"rows"`` or ``"columns"`` of the logits, made whole, and products of ``size`` of these."""
     whole = x.logits()
-    if axis == "rows":
-        return all(_equal(whole[a:b], x.rows(a, b).logits()) for a, b in spans(x.h.shape[0], size))
-    return all(_equal(whole[:, a:b], x.columns(a, b).logits()) for a, b in spans(x.wt.shape[1], size))
+    for a, b in spans(x.h.shape[0] if axis == "rows" else x.wt.shape[1], size):
+        if axis == "rows":
+            yield whole[a:b], x.rows(a, b).logits()
+        else:
+            yield whole[:, a:b], x.columns(a, b).logits()
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit by bit: what is no number is not equal to itself, and a step may have some."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    return torch.equal(one.view(bits), other.view(bits))
+def all_equal(pairs: Pairs) -> bool:
+    """Whether the two of each pair have the same bits."""
+    return all(starmap(same_bits, pairs))  # which holds no pair while the next one is made
 
 
 def logits_by_slices(sizes: HeadSizes, axis: str, size: int) -> tuple[int, int]:
@@ -154,61 +158,69 @@ def logits_by_slices(sizes: HeadSizes, axis: str, size: int) -> tuple[int, int]:
     return part, sizes.logits_bytes + part
 
 
-def _logits_fact(sizes: HeadSizes, axis: str, size: int, says: str) -> Fact:
-    needs = logits_by_slices(sizes, axis, size)[1] + sizes.operand_bytes + _widened(sizes)
-    return Fact(
-        f"{axis} of logits {sizes} by {size}", says, needs, lambda: slices_of_logits_hold(_operands(sizes), axis, size)
-    )
-
-
 def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
     """Rows of the logits and of the gradient of the hidden states are products of rows."""
 
-    def hidden_hold() -> bool:
+    def of_hidden() -> Pairs:
         gradient, w = _normal_logits(sizes, sizes.dtype, 4), _operands(sizes).wt.t()
         whole = torch.mm(gradient, w)
-        return all(
-            torch.equal(whole[a:b], torch.mm(part, w))
-            for a, b in spans(sizes.rows, rows)
-            for part in either(gradient[a:b])
-        )
+        for a, b in spans(sizes.rows, rows):
+            for part in either(gradient[a:b]):
+                yield whole[a:b], torch.mm(part, w)
 
-    yield _logits_fact(sizes, "rows", rows, f"{rows} rows of the logits at a time")
-    hidden = sizes.logits_bytes + 2 * sizes.operand_bytes + _widened(sizes)
-    yield Fact(
+    yield _product_fact(
+        f"rows of logits {sizes} by {rows}",
+        f"{rows} rows of the logits at a time",
+        sizes,
+        logits_by_slices(sizes, "rows", rows)[1],
+        lambda: logits_in_slices(_operands(sizes), "rows", rows),
+    )
+    yield _product_fact(
         f"rows of hidden {sizes} by {rows}",
         f"{rows} rows of the hidden states' gradient at a time",
-        hidden,
-        hidden_hold,
+        sizes,
+        sizes.logits_bytes + sizes.operand_bytes,
+        of_hidden,
     )
-
-
-def _widened(sizes: HeadSizes) -> int:
-    """Bytes of copies of the operands, by kernels that sum narrow numbers in float32."""
-    return 2 * (sizes.operand_bytes + sizes.weight_bytes) if sizes.dtype.itemsize < 4 else 0
 
 
 def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
     """Columns of the logits and rows of the gradient of the weight are products of columns; so are bias sums."""
 
-    def weight_hold() -> bool:
+    def of_weight() -> Pairs:
         gradient, h = _normal_logits(sizes, sizes.dtype, 4), _operands(sizes).h
         whole = torch.mm(gradient.t(), h)
         sums = torch.sum(gradient, [0]) if sizes.bias else None
         for a, b in spans(sizes.vocabulary, columns):
             part = _as_columns(sizes, gradient[:, a:b])
-            if not torch.equal(whole[a:b], torch.mm(part.t(), h)):
-                return False
-            if sums is not None and not torch.equal(sums[a:b], torch.sum(part, [0])):
-                return False
-        return True
+            yield whole[a:b], torch.mm(part.t(), h)
+            if sums is not None:
+                yield sums[a:b], torch.sum(part, [0])
 
-    yield _logits_fact(sizes, "columns", columns, f"{columns} columns of the logits")
-    part = logits_by_slices(sizes, "columns", columns)[0]
-    weight = sizes.logits_bytes + 2 * sizes.operand_bytes + sizes.weight_bytes + part + _widened(sizes)
-    yield Fact(
-        f"columns of weight {sizes} by {columns}", f"{columns} rows of the weight's gradient", weight, weight_hold
+    part, needs = logits_by_slices(sizes, "columns", columns)
+    yield _product_fact(
+        f"columns of logits {sizes} by {columns}",
+        f"{columns} columns of the logits",
+        sizes,
+        needs,
+        lambda: logits_in_slices(_operands(sizes), "columns", columns),
     )
+    yield _product_fact(
+        f"columns of weight {sizes} by {columns}",
+        f"{columns} rows of the weight's gradient",
+        sizes,
+        sizes.logits_bytes + sizes.operand_bytes + sizes.weight_bytes + part,
+        of_weight,
+    )
+
+
+def _product_fact(signature: str, says: str, sizes: HeadSizes, needs: int, pairs: Callable[[], Pairs]) -> Fact:
+    """About products of the operands, which take ``needs`` bytes besides them.
+
+    Kernels that sum narrow numbers in float32 copy the operands.
+    """
+    widened = 2 * (sizes.operand_bytes + sizes.weight_bytes) if sizes.dtype.itemsize < 4 else 0
+    return Fact(signature, says, needs + sizes.operand_bytes + widened, lambda: all_equal(pairs()))
 
 
 def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
@@ -230,15 +242,13 @@ _FEW_CLASSES = 256
 
 def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterator[Fact]:
     """Log-softmax and its gradient are of one row, by columns too; the loss is that of the targets' column."""
+    read_rows, classes = rows_read(sizes.rows, sizes.cut), min(sizes.vocabulary, _FEW_CLASSES)
+    few_classes = replace(sizes, rows=read_rows, vocabulary=classes, cut=())
     yield Fact(
         f"loss {sizes}",
         "the loss of the targets' log-probabilities",
         2 * sizes.rows * _FEW_CLASSES * sizes.softmax.itemsize,
-        lambda: _loss_holds(
-            replace(
-                sizes, rows=rows_read(sizes.rows, sizes.cut), vocabulary=min(sizes.vocabulary, _FEW_CLASSES), cut=()
-            )
-        ),
+        lambda: all_equal(_losses(few_classes)),
     )
     few = replace(sizes, rows=min(sizes.rows, _FEW_SLICES * max(rows, LEAST)), cut=())
     yield _rows_fact(sizes, rows, _rows_fact(few, rows, None))
@@ -255,7 +265,7 @@ def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
         f"rows of softmax {sizes} by {rows}",
         f"{rows} rows of the softmax at a time",
         (3 if sizes.cut else 2) * sizes.softmax_bytes + 2 * part,
-        lambda: _rows_hold(sizes, rows),
+        lambda: all_equal(_softmax_by_rows(sizes, rows)),
         smaller,
     )
 
@@ -266,7 +276,7 @@ def _columns_fact(sizes: HeadSizes, columns: int, smaller: Fact | None) -> Fact:
         f"columns of softmax {sizes} by {columns}",
         f"{columns} columns of the softmax at a time",
         2 * sizes.softmax_bytes + 3 * part,
-        lambda: _columns_hold(sizes, columns),
+        lambda: all_equal(_softmax_by_columns(sizes, columns)),
         smaller,
     )
 
@@ -277,12 +287,12 @@ def _logit_ops_fact(sizes: HeadSizes, rows: int, columns: Sequence[int], smaller
         f"logit ops {sizes} by {by}",
         f"{by} of what is made of the logits before their softmax ({sizes.logit_ops})",
         (5 + caps(sizes.logit_ops)) * sizes.softmax_bytes,
-        lambda: _logit_ops_hold(sizes, rows, columns),
+        lambda: all_equal(_logit_ops(sizes, rows, columns)),
         smaller,
     )
 
 
-def _logit_ops_hold(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool:
+def _logit_ops(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Pairs:
     logits, gradient = _normal_logits(sizes, sizes.dtype, 7).mul_(8), _normal_logits(sizes, sizes.softmax, 8)
     whole, kept = apply_text(sizes.logit_ops, logits, sizes.softmax)
     back = taken_back(sizes.logit_ops, gradient, kept, sizes.dtype)
@@ -291,10 +301,8 @@ def _logit_ops_hold(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> bool
     slices += [(slice(None), slice(a, b)) for size in columns for a, b in spans(sizes.vocabulary, size)]
     for each in slices:
         part, made = apply_text(sizes.logit_ops, own(logits[each]), sizes.softmax)
-        again = taken_back(sizes.logit_ops, own(gradient[each]), made, sizes.dtype)
-        if not torch.equal(part, whole[each]) or not torch.equal(again, back[each]):
-            return False
-    return True
+        yield whole[each], part
+        yield back[each], taken_back(sizes.logit_ops, own(gradient[each]), made, sizes.dtype)
 
 
 def _sample(sizes: HeadSizes) -> tuple[Tensor, Loss, Tensor]:
@@ -302,21 +310,20 @@ def _sample(sizes: HeadSizes) -> tuple[Tensor, Loss, Tensor]:
     x = _normal_logits(sizes, sizes.softmax, 5)
     labels = torch.arange(sizes.rows, device=sizes.device) * 7919 % sizes.vocabulary
     labels[::11] = _IGNORED
-    weights = normal((sizes.vocabulary,), sizes.softmax, sizes.device, 9).abs() if sizes.weighted else None
-    how = loss_of(sizes.rows, labels, sizes.reduction, _IGNORED, (), weights, "")
+    how = loss_of(sizes.rows, labels, sizes.reduction, _IGNORED, (), "")
     shape = () if sizes.reduction else (sizes.rows,)
     return x, how, torch.full(shape, 0.37, dtype=sizes.softmax, device=sizes.device)
 
 
 def _whole_loss(softmax: Tensor, how: Loss) -> tuple[Tensor, Tensor]:
     """Loss and total weight as eager has them."""
-    return _aten.nll_loss_forward(softmax, how.labels, how.class_weights, how.reduction, how.ignore_index)
+    return _aten.nll_loss_forward(softmax, how.labels, None, how.reduction, how.ignore_index)
 
 
-def _loss_holds(sizes: HeadSizes) -> bool:
+def _losses(sizes: HeadSizes) -> Pairs:
     x, how, _ = _sample(sizes)
     whole = _aten._log_softmax(x, 1, False)
-    return all(map(torch.equal, _whole_loss(whole, how), loss_and_weight(targets_of(whole, how.labels), how)))
+    yield from zip(_whole_loss(whole, how), loss_and_weight(targets_of(whole, how.labels), how), strict=True)
 
 
 def _numbers(sizes: HeadSizes, rows: int) -> Tensor | None:
@@ -324,7 +331,7 @@ def _numbers(sizes: HeadSizes, rows: int) -> Tensor | None:
     return normal((rows,), sizes.softmax, sizes.device, 6) if sizes.smoothed else None
 
 
-def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
+def _softmax_by_rows(sizes: HeadSizes, rows: int) -> Pairs:
     x, how, tangent = _sample(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
     if sizes.cut:
         x = _normal_logits(sizes, sizes.softmax, 5)
@@ -335,31 +342,27 @@ def _rows_hold(sizes: HeadSizes, rows: int) -> bool:
     for a, b in spans(sizes.rows, rows):
         first, end = torch.searchsorted(places, torch.tensor([a, b], device=places.device)).tolist()
         part = _aten._log_softmax(x[a:b], 1, False)
-        if not torch.equal(part[places[first:end] - a] if sizes.cut else part, whole[first:end]):
-            return False
-        if sums is not None and not torch.equal(
-            torch.sum(part, [1])[places[first:end] - a] if sizes.cut else torch.sum(part, [1]), sums[first:end]
-        ):
-            return False
+        own_rows = places[first:end] - a if sizes.cut else slice(None)
+        yield whole[first:end], part[own_rows]
+        if sums is not None:
+            yield sums[first:end], torch.sum(part, [1])[own_rows]
         slices.append((first, end))
         del part
     del x
     weight, numbers = _whole_loss(whole, how)[1], _numbers(sizes, whole.shape[0])
     gradient = gradient_over(whole, how, tangent, weight, numbers)
-    return all(
-        torch.equal(gradient_rows(whole[a:b], how, tangent, weight, a, b, numbers), gradient[a:b]) for a, b in slices
-    )
+    for a, b in slices:
+        yield gradient[a:b], gradient_rows(whole[a:b], how, tangent, weight, a, b, numbers)
 
 
-def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
+def _softmax_by_columns(sizes: HeadSizes, columns: int) -> Pairs:
     x, how, tangent = _sample(sizes)
     largest, where = x.max(1)
     whole = _aten._log_softmax(x, 1, False)
     log_sum = whole.gather(1, where.unsqueeze(1))
     slices = spans(sizes.vocabulary, columns)
     for a, b in slices:
-        if not torch.equal((x[:, a:b] - largest.unsqueeze(1)).add_(log_sum), whole[:, a:b]):
-            return False
+        yield whole[:, a:b], (x[:, a:b] - largest.unsqueeze(1)).add_(log_sum)
     del x
     weight = _whole_loss(whole, how)[1]
     gradient = gradient_over(whole, how, tangent, weight, _numbers(sizes, whole.shape[0]))
@@ -368,7 +371,4 @@ def _columns_hold(sizes: HeadSizes, columns: int) -> bool:
     for a, b in slices:
         softmax = whole.new_empty((sizes.rows, b - a + 1))
         softmax[:, :-1] = whole[:, a:b]
-        found = gradient_of_columns(softmax, how.labels, target, at_target, a)[:, :-1]
-        if not torch.equal(found, gradient[:, a:b]):
-            return False
-    return True
+        yield gradient[:, a:b], gradient_of_columns(softmax, how.labels, target, at_target, a)[:, :-1]

@@ -3,7 +3,7 @@
 1. Nodes are *seen through views* that keep the order of elements (``heads.logit_path``).
 2. A *head* is the product, a cast of it or none, numbers that scale and caps that bend it (``heads.logit_ops``), a cut
    of its rows or none (``heads.cuts``), its log-softmax over the last dimension, the negative log-likelihood of class
-   indices, of classes with weights or without, by mean, sum or none, and their backward as autograd writes it, down to
+   indices by mean, sum or none, and their backward as autograd writes it, down to
    the products that make the gradients of the hidden states and of the weight.
 3. With *smoothed labels* the log-probabilities of each row are summed too, and their gradient is that of the loss plus
    one number per row for all classes alike. Sums and numbers are vectors of the captured step.
@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,6 @@ from ebbtide.rewrites.heads.cuts import rows_read
 from ebbtide.rewrites.heads.facts import HeadSizes
 from ebbtide.rewrites.heads.logit_path import (
     BENDS,
-    READ_AGAIN,
     cut_of,
     is_call,
     path_back,
@@ -36,14 +35,13 @@ from ebbtide.rewrites.heads.logit_path import (
 from ebbtide.rewrites.once import once
 from ebbtide.rewrites.rule import NoPlace, Skipped, require
 from ebbtide.rewrites.views import SAME_ORDER, readers, seen_through
+from ebbtide.step.rewrite import Rewrite
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.graphs import arguments_of
 
-__all__ = ["VIEWS", "Head", "Smoothing", "find_heads", "worthwhile_heads"]
+__all__ = ["Head", "Smoothing", "find_heads", "head_at", "worthwhile_heads"]
 
 _aten = torch.ops.aten
-VIEWS = SAME_ORDER | {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.slice.Tensor}
-"""What is made of the gradients that a head gives, without new memory."""
 _LITTLE = 0.01
 """Share of the step's unplanned peak above its start: a head that holds less decides nothing."""
 
@@ -69,74 +67,33 @@ class Head:
 
     Attributes:
         product: makes the logits.
-        cast: copies them to the type of the softmax; ``None`` where they have it.
-        softmax: makes the log-probabilities.
-        h: hidden states as the product reads them, N x D.
-        wt: the weight as the product reads it, D x V.
-        bias: or ``None``.
-        labels: N class indices.
-        class_weights: of the V classes; ``None`` where they have none.
+        steps: what makes the log-probabilities of them: a cast, what scales and bends them, the softmax, in order.
         loss: the call of the loss, which returns loss and total weight.
-        tangent: the loss' gradient.
-        backward: makes the gradient of the log-probabilities.
-        gradient: makes that of what the softmax reads, in its type.
-        logit_ops: what scales and bends the logits before the softmax, in order.
-        logit_ops_back: makes the gradients of that, in order.
+        steps_back: what makes the gradient of the product of the loss' gradient: those of the log-probabilities, of
+            what the softmax reads, of the steps before it.
         hidden_gradient: makes the gradient of ``h``, N x D.
         weight_gradient: makes that of the weight, V x D; ``None`` where it is frozen.
         bias_gradient: makes that of the bias, 1 x V; ``None`` where there is none or it is frozen.
-        returned: outputs of the forward that are the logits.
-        ignore_index: the label that does not count.
         smoothing: sums and numbers of definition 3; ``None`` where labels are not smoothed.
         sizes: N, D, V and what else kernels depend on, the cut among it.
+        arguments: what ops read of it, nodes and settings by the names of their arguments (``heads.ops``).
     """
 
     product: fx.Node
-    cast: fx.Node | None
-    softmax: fx.Node
-    h: fx.Node
-    wt: fx.Node
-    bias: fx.Node | None
-    labels: fx.Node
-    class_weights: fx.Node | None
+    steps: tuple[fx.Node, ...]
     loss: fx.Node
-    tangent: fx.Node
-    backward: fx.Node
-    gradient: fx.Node
-    logit_ops: tuple[fx.Node, ...]
-    logit_ops_back: tuple[fx.Node, ...]
+    steps_back: tuple[fx.Node, ...]
     hidden_gradient: fx.Node
     weight_gradient: fx.Node | None
     bias_gradient: fx.Node | None
-    returned: tuple[fx.Node, ...]
-    ignore_index: int
     smoothing: Smoothing | None
     sizes: HeadSizes
+    arguments: Mapping[str, Any]
 
     @property
     def name(self) -> str:
         """For people: the module of the product, or its line."""
         return module_of(self.product) or source_of(self.product) or self.product.name
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What ops read of it, nodes and settings by the names of their arguments (``heads.ops``)."""
-        return {
-            "h": self.h,
-            "wt": self.wt,
-            "bias": self.bias,
-            "labels": self.labels,
-            "class_weights": self.class_weights,
-            "tangent": self.tangent,
-            "numbers": None if self.smoothing is None else self.smoothing.numbers,
-            "reduction": self.sizes.reduction,
-            "ignore_index": self.ignore_index,
-            "cut": list(self.sizes.cut),
-            "logit_ops": self.sizes.logit_ops,
-            "dtype": self.sizes.softmax,
-            "smoothed": self.smoothing is not None,
-            "trains": self.weight_gradient is not None,
-        }
 
 
 @once
@@ -190,6 +147,14 @@ def _source_of(node: Any) -> Any:
     return node
 
 
+def head_at(step: Captured, rewrite: Rewrite) -> Head:
+    """The head that ``rewrite`` is of; raises ``LookupError`` if ``step`` has none there."""
+    for head in find_heads(step)[0]:
+        if head.loss.name == rewrite.at:
+            return head
+    raise LookupError(f"it has no linear layer with a cross-entropy at {rewrite.at}")
+
+
 def worthwhile_heads(captured: Captured) -> list[Head]:
     """Those that hold enough to matter for the step's memory."""
     heads, _ = find_heads(captured)
@@ -199,13 +164,14 @@ def worthwhile_heads(captured: Captured) -> list[Head]:
 
 def _head(captured: Captured, loss: fx.Node) -> Head:
     softmax, labels, class_weights, reduction, ignore_index = arguments_of(loss)
+    require(class_weights is None, "classes have weights (weight=)")
     softmax = seen_through(softmax)
     require(is_call(softmax, _aten._log_softmax.default), "its log-probabilities are not a log-softmax of this step")
     value = softmax.meta["val"]
     require(arguments_of(softmax)[1] in (value.dim() - 1, -1), "classes are not the last dimension")
     require(arguments_of(softmax)[2] is False, "the softmax changes the type by itself")
     path = path_to(arguments_of(softmax)[0])
-    product, cast = path.product, path.cast
+    product = path.product
     require(
         not is_call(product, _aten.index.Tensor, _aten.index_select.default),
         "rows of the logits are picked before the loss: pick hidden states, or ignore labels",
@@ -222,7 +188,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         "logits are rearranged between product and loss",
     )
     require(logits.is_contiguous() and value.is_contiguous(), "logits are not contiguous")
-    returned = _only_read_by(product, [*path.steps, softmax][:1], captured)
+    _only_read_by(product, [*path.steps, softmax][:1], captured)
     backward = [user for user, _ in readers(softmax) if is_call(user, _aten.nll_loss_backward.default)]
     require(len(backward) == 1, "its gradient is not made once")
     require(_is_of(backward[0], loss), "its gradient is made in another way than the loss")
@@ -236,10 +202,10 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     _only_read_by(softmax, [loss, backward[0], seeds[0], *sums], captured, returned=False)
     require(arguments_of(seeds[0])[3] == value.dtype, "the softmax changes the type by itself")
     last, back = path_back(path, seeds[0])
+    read_again = [each for each in back if is_call(each, _aten.tanh_backward.default)]
     for step, reader in pairwise([*path.steps, softmax]):
-        outputs = _only_read_by(step, [reader, *(each for each in back if each.target in READ_AGAIN)], captured)
+        outputs = _only_read_by(step, [reader, *read_again], captured)
         require(not outputs or step in path.logit_ops, "the logits are returned in another type or cut")
-        returned += outputs
     hidden, weights, bias_sums = _products(last, h, wt)
     require(isinstance(labels, fx.Node) and labels.meta["val"].dim() == 1, "labels are no vector")
     require(labels.meta["val"].dtype is torch.int64, "labels are not of type int64")
@@ -257,32 +223,26 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         device=logits.device.type,
         cut=cut,
         smoothed=smoothing is not None,
-        weighted=class_weights is not None,
         logit_ops=path.text,
     )
-    return Head(
-        product=product,
-        cast=cast,
-        softmax=softmax,
-        h=h,
-        wt=wt,
-        bias=bias,
-        labels=labels,
-        class_weights=class_weights,
-        loss=loss,
-        tangent=arguments_of(backward[0])[0],
-        backward=backward[0],
-        gradient=seeds[0],
-        logit_ops=path.logit_ops,
-        logit_ops_back=back,
-        hidden_gradient=hidden,
-        weight_gradient=weights,
-        bias_gradient=bias_sums,
-        returned=returned,
-        ignore_index=ignore_index,
-        smoothing=smoothing,
-        sizes=sizes,
-    )
+    arguments = {
+        "h": h,
+        "wt": wt,
+        "bias": bias,
+        "labels": labels,
+        "tangent": arguments_of(backward[0])[0],
+        "numbers": None if smoothing is None else smoothing.numbers,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "cut": list(cut),
+        "logit_ops": path.text,
+        "dtype": value.dtype,
+        "smoothed": smoothing is not None,
+        "trains": weights is not None,
+    }
+    steps = (*(each for each in path.steps if each is path.cast or each in path.logit_ops), softmax)
+    steps_back = (*([] if smoothing is None else [smoothing.added]), backward[0], seeds[0], *back)
+    return Head(product, steps, loss, steps_back, hidden, weights, bias_sums, smoothing, sizes, arguments)
 
 
 def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> Smoothing | None:
@@ -296,7 +256,6 @@ def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> Smoothing 
     if len(found) != 1 or not is_call(found[0], _aten.add.Tensor):
         return None
     (added,) = found
-    require(arguments_of(loss)[2] is None, "labels are smoothed and classes have weights (weight=)")
     others = [each for each in arguments_of(added) if seen_through(each) is not backward]
     require(not added.kwargs and len(others) == 1 and is_call(others[0], _aten.expand.default), why)
     column, value = arguments_of(others[0])[0], softmax.meta["val"]
@@ -335,13 +294,13 @@ def _only_read_by(
 
 
 def _is_of(backward: fx.Node, loss: fx.Node) -> bool:
-    """Whether ``backward`` reads the labels, weights, constants and total weight of ``loss``."""
-    _, labels, class_weights, reduction, ignore_index = arguments_of(loss)
+    """Whether ``backward`` reads the labels, constants and total weight of ``loss``."""
+    _, labels, _, reduction, ignore_index = arguments_of(loss)
     *_, theirs, weights, by, ignored, total = arguments_of(backward)
     same = seen_through(theirs) is seen_through(labels) and (by, ignored) == (reduction, ignore_index)
     total = seen_through(total)
     of_loss = is_call(total, operator.getitem) and arguments_of(total) == (loss, 1)
-    return same and of_loss and seen_through(weights) is seen_through(class_weights)
+    return same and of_loss and weights is None
 
 
 def _products(source: fx.Node, h: fx.Node, wt: fx.Node) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
@@ -365,7 +324,8 @@ def _products(source: fx.Node, h: fx.Node, wt: fx.Node) -> tuple[fx.Node, fx.Nod
             )
             hidden.append(user)
         elif is_call(user, _aten.sum.dim_IntList):
-            require(list(arguments_of(user)[1]) == [0], "the gradient of the bias is no sum over rows")
+            require(list(map(list, arguments_of(user)[1:2])) == [[0]], "the gradient of the bias is no sum over rows")
+            require(user.meta["val"].dim() == 2, "the gradient of the bias has another shape")
             sums.append(user)
         else:
             raise NoPlace("the gradient of the logits has other readers")

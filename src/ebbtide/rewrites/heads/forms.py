@@ -18,17 +18,14 @@ import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured
-from ebbtide.errors import InternalError
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.graphs import ChangedGraph, after_tangents
 from ebbtide.rewrites.heads.facts import column_facts, row_facts, softmax_facts
-from ebbtide.rewrites.heads.find import VIEWS, Head, find_heads
+from ebbtide.rewrites.heads.find import Head, head_at
 from ebbtide.rewrites.heads.kernels import GUESSED, HEAD_OPS, KEPT, ROWS
 from ebbtide.rewrites.heads.slices import known_columns
 from ebbtide.rewrites.spans import LEAST
 from ebbtide.step.rewrite import Rewrite
-from ebbtide.torch_seams.aot import is_tangent
-from ebbtide.torch_seams.dispatcher import OpOverload
 from ebbtide.torch_seams.fake_tensors import mode_of
 
 __all__ = ["RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten"]
@@ -101,16 +98,13 @@ def facts_of(head: Head, rewrite: Rewrite) -> list[Fact]:
 
 def rewritten(captured: Captured, rewrite: Rewrite) -> Captured:
     """``captured`` with ``rewrite`` in it; the one that is given is left as it is."""
-    head = next((each for each in find_heads(captured)[0] if each.loss.name == rewrite.at), None)
-    if head is None:
-        raise InternalError(f"the captured step has no head at {rewrite.at}")
     changed = ChangedGraph(captured)
-    _Writer(changed, head, rewrite).write()
+    _Writer(changed, head_at(captured, rewrite), rewrite).write()
     return changed.captured()
 
 
 def _guess_cone(head: Head) -> list[fx.Node] | None:
-    """What computes the loss' gradient from the tangents of the step, in order; ``None`` if that cannot be guessed.
+    """The tangents of the step and what computes the loss' gradient from them; ``None`` if that cannot be guessed.
 
     What it reads besides has to be there where the forward's op goes.
     """
@@ -129,14 +123,11 @@ def _guess_cone(head: Head) -> list[fx.Node] | None:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.numel() > _MOST_GUESSED:
             return False
-        if node.op == "placeholder":
-            return value.dtype.is_floating_point
-        if not all(map(visit, node.all_input_nodes)):
-            return False
-        cone.append(node)
-        return True
+        made = value.dtype.is_floating_point if node.op == "placeholder" else all(map(visit, node.all_input_nodes))
+        cone.extend([node] if made else [])
+        return made
 
-    return cone if visit(head.tangent) else None
+    return cone if visit(head.arguments["tangent"]) else None
 
 
 def _place_of(head: Head) -> fx.Node:
@@ -164,33 +155,30 @@ class _Writer:
     def __init__(self, changed: ChangedGraph, head: Head, rewrite: Rewrite) -> None:
         self.changed, self.graph, self.nodes, self.head = changed, changed.graph, changed.nodes, head
         self.form = rewrite.form
-        known = head.arguments | dict(rewrite.settings)
+        known = {**head.arguments, **dict(rewrite.settings)}
         self.values = {name: self.nodes[each] if isinstance(each, fx.Node) else each for name, each in known.items()}
 
     def write(self) -> None:
         """All of it."""
-        {KEPT: self._write_kept, GUESSED: self._guessed, ROWS: self._rows}[self.form]()
+        self._write_kept() if self.form == KEPT else self._by_slices()
 
     # -- the forms ------------------------------------------------------------------------------------------------
 
     def _write_kept(self) -> None:
         self._forward("forward_that_keeps")
         if self.head.smoothing is not None:
-            self._replace(self.head.smoothing.sums, self.values["row_sums"])
-        self._gradients("backward_over_kept", self.head.gradient)
+            self.nodes[self.head.smoothing.sums].replace_all_uses_with(self.values["row_sums"])
+        self._gradients("backward_over_kept", self.head.steps_back[0])
 
-    def _rows(self) -> None:
-        self._forward("forward_by_rows")
-        self._gradients("backward_by_rows", self.head.hidden_gradient)
-        self._gradients("backward_by_columns", self.head.weight_gradient)
-
-    def _guessed(self) -> None:
-        columns, share = self.values["columns"], self.values["percent"] / 100
+    def _by_slices(self) -> None:
+        """``guessed`` and ``rows``: the one with a guess, and a share of columns that are known by it."""
+        columns, share = self.values["columns"], self.values.get("percent", 0) / 100
         count = known_columns(self.head.sizes.vocabulary, share, columns) if columns else 0
-        self.values |= {"guess": self._guess(), "count": count}
-        self._forward("forward_with_guess")
-        self._gradients("settle_guess", self.head.hidden_gradient)
-        self._gradients("backward_by_other_columns" if count else "backward_by_columns", self.head.weight_gradient)
+        guess = self._guess() if self.form == GUESSED else None
+        self.values |= {"guess": guess, "count": count}
+        self._forward("forward_by_rows")
+        self._gradients("backward_by_rows" if guess is None else "settle_guess", self.head.hidden_gradient)
+        self._gradients("backward_by_columns", self.head.weight_gradient)
 
     # -- parts of them --------------------------------------------------------------------------------------------
 
@@ -200,82 +188,36 @@ class _Writer:
         self._issue(kind, self.nodes.get(_place_of(self.head), loss), self.head.loss)
         for user in list(loss.users):
             assert user.target is operator.getitem
-            new = self.values["total_weight" if user.args[1] else "loss"]
-            user.replace_all_uses_with(new)
-            self._renew_views(new)
+            user.replace_all_uses_with(self.values["total_weight" if user.args[1] else "loss"])
 
     def _guess(self) -> fx.Node:
         """The loss' gradient where that of each output is 1, made in the forward."""
         before = self.nodes.get(_place_of(self.head), self.nodes[self.head.loss])
         cone = _guess_cone(self.head)
         assert cone is not None
-        copies: dict[fx.Node, fx.Node] = {}
-        mode = mode_of(self.head.product.meta["val"])
-
-        def copy_of(node: fx.Node) -> fx.Node:
-            if node in copies:
-                return copies[node]
-            if node.op == "placeholder" and is_tangent(node):
-                value = node.meta["val"]
-                with self.graph.inserting_before(before):
-                    made = self.graph.call_function(
-                        torch.ops.aten.full.default,
-                        (list(value.shape), 1.0),
-                        {"dtype": value.dtype, "device": value.device},
-                    )
-                made.meta = dict(self.nodes[self.head.loss].meta)
-                with mode:
-                    made.meta["val"] = torch.full(value.shape, 1.0, dtype=value.dtype, device=value.device)
-                copies[node] = made
-                return made
-            return self.nodes[node]
-
+        copies = dict(self.nodes)
         for node in cone:
             with self.graph.inserting_before(before):
-                made = self.graph.node_copy(node, copy_of)
+                if node.op == "placeholder":
+                    value = node.meta["val"]
+                    ones, kind = (list(value.shape), 1.0), {"dtype": value.dtype, "device": value.device}
+                    made = self.graph.call_function(torch.ops.aten.full.default, ones, kind)
+                    made.meta = dict(self.head.loss.meta)
+                else:
+                    made = self.graph.node_copy(node, copies.__getitem__)
             self._renew(made)
             copies[node] = made
-        return copies.get(self.head.tangent) or copy_of(self.head.tangent)
+        return copies[self.head.arguments["tangent"]]
 
     def _gradients(self, kind: str, like: fx.Node | None) -> None:
         """An op in the place of what makes the gradients that it gives, from the line of ``like``; none without."""
         if like is None:
             return
-        old = {name: getattr(self.head, name) for name in HEAD_OPS[kind].gives}
-        before = min((self.nodes[each] for each in old.values() if each is not None), key=self._place)
-        self._issue(kind, before, like)
+        old = {name: node for name in HEAD_OPS[kind].gives if (node := getattr(self.head, name)) is not None}
+        order = {node: index for index, node in enumerate(self.graph.nodes)}
+        self._issue(kind, min((self.nodes[each] for each in old.values()), key=order.__getitem__), like)
         for name, node in old.items():
-            if name == "bias_gradient":
-                self._replace_sums(self.values[name])
-            else:
-                self._replace(node, self.values[name])
-
-    def _replace_sums(self, sums: fx.Node) -> None:
-        if self.head.bias_gradient is None:
-            return
-        shape = list(self.head.bias_gradient.meta["val"].shape)
-        with self.graph.inserting_after(sums):
-            shaped = self.graph.call_function(torch.ops.aten.view.default, (sums, shape))
-        shaped.meta = dict(sums.meta)
-        with mode_of(sums.meta["val"]):
-            shaped.meta["val"] = torch.ops.aten.view.default(sums.meta["val"], shape)
-        self._replace(self.head.bias_gradient, shaped)
-
-    def _replace(self, old: fx.Node | None, new: fx.Node) -> None:
-        if old is None:
-            return
-        self.nodes[old].replace_all_uses_with(new)
-        self._renew_views(new)
-
-    def _renew_views(self, node: fx.Node) -> None:
-        """Give views of ``node`` values that are views of its value: what shares memory is told by these."""
-        for user in node.users:
-            value = user.meta.get("val")
-            views = user.target in VIEWS or (isinstance(user.target, OpOverload) and user.target.is_view)
-            if not views or not isinstance(value, torch.Tensor):
-                continue
-            self._renew(user)
-            self._renew_views(user)
+            self.nodes[node].replace_all_uses_with(self.values[name])
 
     def _renew(self, node: fx.Node) -> None:
         """Give ``node`` a value of its own, made of those that it reads."""
@@ -284,21 +226,26 @@ class _Writer:
             given, options = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             node.meta["val"] = node.target(*given, **options)  # type: ignore[operator]
 
-    def _place(self, node: fx.Node) -> int:
-        return next(index for index, each in enumerate(self.graph.nodes) if each is node)
-
     def _issue(self, kind: str, before: fx.Node, like: fx.Node) -> None:
-        """A call of an op right before ``before``, from the same line and module as ``like``; its results by name."""
-        op = HEAD_OPS[kind]
+        """A call of an op right before ``before``, from the same line and module as ``like``; its results by name.
+
+        A result that takes the place of a captured value has the captured one's, of which views are known.
+        """
+        op, head = HEAD_OPS[kind], self.head
         call = tuple(self.values[name] for name in op.arguments)
         with self.graph.inserting_before(before):
             node = self.graph.call_function(op.target, call)
         node.meta = dict(like.meta)
-        with mode_of(self.head.product.meta["val"]), torch.no_grad():
-            node.meta["val"] = op.target(*fx.map_arg(call, lambda each: each.meta["val"]))
-        made = (
-            [node]
-            if len(op.gives) == 1
-            else [self.changed.element(node, index, node.meta) for index in range(len(op.gives))]
-        )
-        self.values |= zip(op.gives, made, strict=True)
+        with mode_of(head.product.meta["val"]), torch.no_grad():
+            made = op.target(*fx.map_arg(call, lambda each: each.meta["val"]))
+        captured = dict(zip(("loss", "total_weight"), head.loss.meta["val"], strict=True))
+        gradients = {name: getattr(head, name) for name in ("hidden_gradient", "weight_gradient", "bias_gradient")}
+        captured |= {name: each.meta["val"] for name, each in gradients.items() if each is not None}
+        if head.smoothing is not None:
+            captured["row_sums"] = head.smoothing.sums.meta["val"]
+        if len(op.gives) == 1:
+            node.meta["val"] = captured.get(op.gives[0], made)
+            self.values[op.gives[0]] = node
+        else:
+            node.meta["val"] = tuple(captured.get(name, each) for name, each in zip(op.gives, made, strict=True))
+            self.values |= {name: self.changed.element(node, k, node.meta) for k, name in enumerate(op.gives)}

@@ -16,15 +16,13 @@ whole, where slices of a product are the rows or columns of the whole product (`
 6. With smoothed labels the log-probabilities of each row are summed as well, and all classes of a row have one number
    more in the gradient of these. Both are of one row; columns would split the kernel's sum over the gradient, so no
    weight's gradient is made from columns then.
-7. Where classes have weights, the loss of a row and its gradient are multiplied by the weight of its label. The sums
-   are those of the kernel, taken apart: over the products, and over the weights, by which a mean is divided.
-8. What is made of the logits before their softmax, each number for itself (``heads.logit_ops``), is made of slices, and
+7. What is made of the logits before their softmax, each number for itself (``heads.logit_ops``), is made of slices, and
    so is the gradient of that.
 
 ``h`` is N x D, ``wt`` is D x V (a view of the weight), ``bias`` has V elements, ``labels`` as many as ``cut`` leaves of
-N (``heads.cuts``); ``class_weights`` are V numbers or ``None``. ``dtype`` is that of the softmax; ``reduction`` 0 is
-none (the loss and its gradient are vectors), 1 the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``. What
-the ops do with a slice lies in ``heads.slices``; what is declared of them, in ``heads.ops``.
+N (``heads.cuts``). ``dtype`` is that of the softmax; ``reduction`` 0 is none (the loss and its gradient are vectors), 1
+the mean, 2 the sum. Sizes of slices are ``rows`` and ``columns``. What the ops do with a slice lies in
+``heads.slices``; what is declared of them, in ``heads.ops``.
 """
 
 from __future__ import annotations
@@ -41,10 +39,9 @@ from ebbtide.rewrites.heads.slices import (
     Operands,
     gradient_rows,
     gradients_by_columns,
-    hidden_gradient,
     loss_and_weight,
+    pass_over_rows,
     refuse_other_labels,
-    statistics_of,
     tangents_of,
     targets_of,
 )
@@ -57,52 +54,29 @@ KEPT, GUESSED, ROWS = "kept", "guessed", "rows"
 """Forms: definitions 4, 5, and neither of them."""
 _aten = torch.ops.aten
 _OPERANDS = "h wt bias labels"
-_LOSS = "reduction ignore_index cut class_weights logit_ops"
-
-
-@declare(f"{_OPERANDS} {_LOSS} dtype rows", "loss total_weight statistics", 1)
-def forward_by_rows(x: Operands, how: Loss, *, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, total weight and statistics (definitions 1 and 2)."""
-    refuse_other_labels(how, x.wt.shape[1])
-    statistics = torch.empty((3, x.h.shape[0]), dtype=dtype, device=x.h.device)
-    for a, b in spans(x.h.shape[0], rows):
-        logits = apply_text(how.logit_ops, x.rows(a, b).logits(), dtype)[0]
-        softmax = _aten._log_softmax(logits, 1, False)
-        statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
-        del logits, softmax
-    return *loss_and_weight(statistics[TARGET], how), statistics
+_LOSS = "reduction ignore_index cut logit_ops"
 
 
 @declare(
     f"{_OPERANDS} guess {_LOSS} dtype rows count",
     "loss total_weight statistics hidden known",
-    2,
+    lambda given: 1 + (given["guess"] is not None),
 )
-def forward_with_guess(
-    x: Operands, how: Loss, *, guess: Tensor, dtype: torch.dtype, rows: int, count: int
+def forward_by_rows(
+    x: Operands, how: Loss, *, guess: Tensor | None, dtype: torch.dtype, rows: int, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, total weight, statistics; by the guess, the gradient of ``h`` and ``count`` columns of the logits'."""
+    """Loss, total weight and statistics (definitions 1 and 2).
+
+    The last are by the guess, if there is one: the gradient of ``h``, and ``count`` columns of the logits'.
+    """
     refuse_other_labels(how, x.wt.shape[1])
     statistics = torch.empty((3, x.h.shape[0]), dtype=dtype, device=x.h.device)
-    hidden = torch.empty_like(x.h, memory_format=torch.contiguous_format)
-    first = x.h.new_empty((x.h.shape[0], count))
     total_weight = loss_and_weight(statistics.new_zeros(x.h.shape[0]), how)[1]
-    tangents = tangents_of(how, guess)
-    for a, b in spans(x.h.shape[0], rows):
-        logits, made = apply_text(how.logit_ops, x.rows(a, b).logits(), dtype)
-        softmax = _aten._log_softmax(logits, 1, False)
-        statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
-        del logits
-        part = gradient_rows(softmax, how, tangents, total_weight, a, b)
-        del softmax
-        part = taken_back(how.logit_ops, part, made, x.h.dtype)
-        torch.mm(part, x.wt.t(), out=hidden[a:b])
-        first[a:b] = part[:, :count]
-        del part, made
+    hidden, first = pass_over_rows(x, how, guess, total_weight, dtype, rows, statistics, count)
     return *loss_and_weight(statistics[TARGET], how), statistics, hidden, first
 
 
-@declare(f"{_OPERANDS} {_LOSS} dtype rows smoothed", "loss total_weight kept row_sums", 1)
+@declare(f"{_OPERANDS} {_LOSS} dtype rows smoothed", "loss total_weight kept row_sums", lambda _: 1)
 def forward_that_keeps(
     x: Operands, how: Loss, *, dtype: torch.dtype, rows: int, smoothed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -128,7 +102,7 @@ def forward_that_keeps(
 @declare(  # its traits say that it writes
     f"kept {_OPERANDS} tangent total_weight numbers {_LOSS} dtype rows trains",
     "hidden_gradient weight_gradient bias_gradient",
-    2,
+    lambda given: 1 + given["trains"],
     writes="kept",
 )
 def backward_over_kept(
@@ -164,18 +138,23 @@ def backward_over_kept(
     hidden, none = torch.mm(kept, x.wt.t()), x.h.new_empty
     if not trains:
         return hidden, none(0), none(0)
-    return hidden, torch.mm(kept.t(), x.h), none(0) if x.bias is None else torch.sum(kept, [0])
+    return hidden, torch.mm(kept.t(), x.h), none(0) if x.bias is None else torch.sum(kept, [0], True)
 
 
-@declare(f"{_OPERANDS} tangent total_weight {_LOSS} dtype rows", "hidden_gradient", 2)
+@declare(f"{_OPERANDS} tangent total_weight {_LOSS} dtype rows", "hidden_gradient", lambda _: 2)
 def backward_by_rows(
     x: Operands, how: Loss, *, tangent: Tensor, total_weight: Tensor, dtype: torch.dtype, rows: int
 ) -> Tensor:
     """The gradient of ``h`` (definition 1)."""
-    return hidden_gradient(x, how, tangent, total_weight, dtype, rows)
+    return pass_over_rows(x, how, tangent, total_weight, dtype, rows)[0]
 
 
-@declare(f"hidden guess {_OPERANDS} tangent total_weight {_LOSS} dtype rows", "hidden_gradient", 0, may_take_more=True)
+@declare(
+    f"hidden guess {_OPERANDS} tangent total_weight {_LOSS} dtype rows",
+    "hidden_gradient",
+    lambda _: 0,  # where the guess was right
+    may_take_more=True,
+)
 def settle_guess(
     x: Operands,
     how: Loss,
@@ -190,29 +169,25 @@ def settle_guess(
     """The gradient of ``h``: ``hidden`` if the guess was right, else made anew (definition 5)."""
     if torch.equal(guess, tangent):
         return hidden.clone()
-    return hidden_gradient(x, how, tangent, total_weight, dtype, rows)
+    return pass_over_rows(x, how, tangent, total_weight, dtype, rows)[0]
 
 
-@declare(f"{_OPERANDS} statistics tangent total_weight {_LOSS} columns", "weight_gradient bias_gradient", 2)
+@declare(
+    f"known guess {_OPERANDS} statistics tangent total_weight {_LOSS} columns",
+    "weight_gradient bias_gradient",
+    lambda given: 2 - given["known"].shape[1] / given["wt"].shape[1],
+)
 def backward_by_columns(
-    x: Operands, how: Loss, *, statistics: Tensor, tangent: Tensor, total_weight: Tensor, columns: int
-) -> tuple[Tensor, Tensor]:
-    """The gradients of weight (V x D) and bias (definition 3)."""
-    return gradients_by_columns(x, how, statistics, tangent, total_weight, None, columns)
-
-
-@declare(f"known guess {_OPERANDS} statistics tangent total_weight {_LOSS} columns", "weight_gradient bias_gradient", 2)
-def backward_by_other_columns(
     x: Operands,
     how: Loss,
     *,
     known: Tensor,
-    guess: Tensor,
+    guess: Tensor | None,
     statistics: Tensor,
     tangent: Tensor,
     total_weight: Tensor,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias; the first columns of the logits' gradient are known if the guess was right."""
-    first = known if torch.equal(guess, tangent) else None
-    return gradients_by_columns(x, how, statistics, tangent, total_weight, first, columns)
+    """The gradients of weight and bias (definition 3); the logits' in ``known`` is that where the guess was right."""
+    right = guess is not None and known.shape[1] > 0 and torch.equal(guess, tangent)
+    return gradients_by_columns(x, how, statistics, tangent, total_weight, known if right else None, columns)

@@ -21,7 +21,6 @@ from ebbtide.torch_seams.graphs import arguments_of
 
 __all__ = [
     "BENDS",
-    "READ_AGAIN",
     "LogitPath",
     "cut_of",
     "is_call",
@@ -32,8 +31,6 @@ __all__ = [
 _aten = torch.ops.aten
 BENDS = {_aten.div.Tensor: DIV, _aten.mul.Tensor: MUL, _aten.tanh.default: TANH}
 """What scales and caps, by its word for ``heads.logit_ops``."""
-READ_AGAIN = frozenset({_aten.tanh_backward.default})
-"""What reads the result of one of these for its gradient."""
 _CUT_FIRST = "logits are scaled or capped after they are cut: cut them after that"
 
 
@@ -155,7 +152,7 @@ def _bent_back(step: fx.Node, node: fx.Node, gradient: fx.Node) -> bool:
 
 
 def path_back(path: LogitPath, gradient: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """From the gradient of what the softmax reads to that of the product; and the steps back that scale and bend."""
+    """From the gradient of what the softmax reads to that of the product; and the ops that cast, scale and bend it."""
     back: list[fx.Node] = []
     for step in reversed(path.steps):
         if step.target is _aten.clone.default:
@@ -168,6 +165,7 @@ def path_back(path: LogitPath, gradient: fx.Node) -> tuple[fx.Node, tuple[fx.Nod
                 is_call(made, _aten._to_copy.default) and _changes_type_only(made),
                 "the gradient of the logits is not cast back once",
             )
+            back.append(made)
         elif step in path.logit_ops:
             require(_bent_back(step, made, gradient), "the gradient of the logits is scaled or capped in another way")
             back.append(made)

@@ -25,9 +25,9 @@ __all__ = ["HEAD_OPS", "PARTS", "HeadOp", "declare", "op_of"]
 PARTS = frozenset({"statistics", "hidden", "known", "kept"})
 """Parts (definition 2); ``hidden`` and ``known`` are made by a guess."""
 _OPERANDS = ("h", "wt", "bias")
-_LOSS = ("labels", "reduction", "ignore_index", "cut", "class_weights", "logit_ops")
+_LOSS = ("labels", "reduction", "ignore_index", "cut", "logit_ops")
 _TYPES = {
-    **dict.fromkeys(("bias", "class_weights", "numbers"), "Tensor?"),
+    **dict.fromkeys(("bias", "numbers", "guess"), "Tensor?"),
     **dict.fromkeys(("reduction", "ignore_index", "rows", "columns", "count"), "SymInt"),
     **dict.fromkeys(("smoothed", "trains"), "bool"),
     "cut": "SymInt[]",
@@ -45,7 +45,7 @@ class HeadOp:
         name: in :data:`NAMESPACE`.
         arguments: their names, in order.
         gives: the names of its results, in order.
-        products: how many products of the head's size it makes, where the weight is trained and no column is known.
+        products: how many products of the head's size a call makes, by its arguments; a guess is counted as right.
         writes: arguments that it writes over.
         may_take_more: whether some runs need more workspace than others.
     """
@@ -53,7 +53,7 @@ class HeadOp:
     name: str
     arguments: tuple[str, ...]
     gives: tuple[str, ...]
-    products: int
+    products: Callable[[Mapping[str, Any]], float]
     writes: frozenset[str] = frozenset()
     may_take_more: bool = False
 
@@ -67,11 +67,9 @@ class HeadOp:
         return dict(zip(self.arguments, args, strict=True))
 
     def flops(self, *args: Any, out_val: object = None) -> int:
-        """Arithmetic of a call (definition 3); a guess is counted as right."""
+        """Arithmetic of a call (definition 3)."""
         given = self.by_name(args)
-        known = given["known"].shape[1] / given["wt"].shape[1] if "known" in given else 0
-        products = self.products - (not given.get("trains", True)) - known
-        return round(2 * given["h"].numel() * given["wt"].shape[1] * products)
+        return round(2 * given["h"].numel() * given["wt"].shape[1] * self.products(given))
 
     def without_numbers(self, *args: Any) -> Any:
         """What a call gives, without its numbers."""
@@ -91,7 +89,12 @@ def op_of(target: object) -> HeadOp | None:
 
 
 def declare(
-    arguments: str, gives: str, products: int, *, writes: str = "", may_take_more: bool = False
+    arguments: str,
+    gives: str,
+    products: Callable[[Mapping[str, Any]], float],
+    *,
+    writes: str = "",
+    may_take_more: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function the kernel of a new op of its name, as ``HeadOp`` has it.
 
@@ -131,18 +134,18 @@ def declare(
 def _empty(name: str, given: Mapping[str, Any]) -> Tensor:
     """The result ``name`` of a call with these arguments, without its numbers."""
     h, wt, labels = given["h"], given["wt"], given["labels"]
-    if name in ("hidden", "hidden_gradient"):
-        return torch.empty_like(h, memory_format=torch.contiguous_format)
     trains, sums = given.get("trains", True), given["bias"] is not None
     shapes: dict[str, tuple[int, ...]] = {
         "loss": () if given["reduction"] else (labels.shape[0],),
         "total_weight": (),
         "statistics": (3, h.shape[0]),
         "row_sums": (labels.shape[0] if given.get("smoothed") else 0,),
+        "hidden": (0,) if given.get("guess") is None else tuple(h.shape),
         "known": (h.shape[0], given.get("count", 0)),
         "kept": (h.shape[0], wt.shape[1]),
+        "hidden_gradient": tuple(h.shape),
         "weight_gradient": (wt.shape[1], h.shape[1]) if trains else (0,),
-        "bias_gradient": (wt.shape[1] if trains and sums else 0,),
+        "bias_gradient": (1, wt.shape[1]) if trains and sums else (0,),
     }
     of_softmax = name in ("loss", "total_weight", "statistics", "row_sums")
     return h.new_empty(shapes[name], dtype=given["dtype"] if of_softmax else h.dtype)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from ebbtide.capture.claims import Results
@@ -59,21 +58,10 @@ class _Proof(RewriteProof):
 
     def other(self, node: fx.Node, like: fx.Node | None) -> Any:
         """What reads what is free is free, and so is a constant that no captured call makes."""
-        if (sums := self._shaped_sums(node)) is not None:
-            return sums
         given = [self.claim(each) for each in tree_leaves((node.args, node.kwargs))]
         constant = node.op == "call_function" and not node.all_input_nodes
         self.require(constant or _FREE in given, f"{node.name} ({node.target}) is no call of the captured step")
         return _FREE
-
-    def _shaped_sums(self, node: fx.Node) -> fx.Node | None:
-        """The gradient of the bias, if ``node`` lays it out as the captured sum."""
-        if node.target is not torch.ops.aten.view.default:
-            return None
-        source, shape = arguments_of(node)
-        head = next((each for each in self.heads if self.claim(source) == ("sums", each.loss)), None)
-        gradient = None if head is None else head.bias_gradient
-        return gradient if gradient is not None and list(shape) == list(gradient.meta["val"].shape) else None
 
     def _result_of(self, node: fx.Node, op: HeadOp) -> Any:
         given = op.by_name(arguments_of(node))
@@ -83,8 +71,7 @@ class _Proof(RewriteProof):
         for name in op.writes:
             self.require(list(given[name].users) == [node], f"{node.name} writes over what others read")
         results = [self._result(head, name, given) for name in op.gives]
-        alike = [head.bias_gradient if each == ("sums", head.loss) else each for each in results]
-        self.stands_for(node, alike, head_sample(head.sizes, op, given))
+        self.stands_for(node, results, head_sample(head.sizes, op, given))
         return Results(results) if len(results) > 1 else results[0]
 
     def _is_read(self, head: Head, name: str, given: Mapping[str, Any]) -> bool:
@@ -104,6 +91,4 @@ class _Proof(RewriteProof):
             return name, head.loss, given["guess"] if name in ("hidden", "known") else None
         if name == "row_sums":
             return ("nothing", head.loss) if head.smoothing is None else head.smoothing.sums
-        if name == "bias_gradient":
-            return "sums", head.loss
         return getattr(head, name) or ("nothing", head.loss)

@@ -9,7 +9,7 @@ from ebbtide.capture.joint import Captured
 from ebbtide.capture.origin import source_of
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.heads.costs import estimates
-from ebbtide.rewrites.heads.find import Head, find_heads, worthwhile_heads
+from ebbtide.rewrites.heads.find import find_heads, head_at, worthwhile_heads
 from ebbtide.rewrites.heads.forms import RULE, facts_of, forms_of, larger_slices_of, rewritten
 from ebbtide.rewrites.heads.kernels import KEPT
 from ebbtide.rewrites.heads.ops import HeadOp, op_of
@@ -20,7 +20,7 @@ from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.units import format_bytes
 
-__all__ = ["HeadRule", "head_at"]
+__all__ = ["HeadRule"]
 
 
 class HeadRule(Rule):
@@ -31,14 +31,8 @@ class HeadRule(Rule):
 
     def candidates(self, step: Captured) -> Iterator[tuple[Rewrite, ...]]:
         """One form for all heads at a time; a step has one head but in odd models."""
-        heads = worthwhile_heads(step)
-        if not heads:
-            return
-        seen: set[tuple[Rewrite, ...]] = set()
-        for rewrites in zip_longest(*(forms_of(head) for head in heads)):
-            if None not in rewrites and rewrites not in seen:
-                seen.add(rewrites)
-                yield rewrites
+        candidates = zip_longest(*map(forms_of, worthwhile_heads(step)))
+        yield from (each for each in dict.fromkeys(candidates) if None not in each)
 
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """What the form of its head rests on."""
@@ -63,10 +57,9 @@ class HeadRule(Rule):
         known = [estimates(head, each, seconds) for head, each in pairs]
 
         def estimate(op: HeadOp) -> Estimate:
-            found = [each[op.name] for each in known]
-            return Estimate(
-                max(each.seconds for each in found), max(each.workspace_bytes for each in found), op.may_take_more
-            )
+            found = [each[op.name] for each in known if op.name in each]
+            workspace = max(each.workspace_bytes for each in found)
+            return Estimate(max(each.seconds for each in found), workspace, op.may_take_more)
 
         ops = ((node.name, op_of(node.target)) for node in after.op_nodes)
         return {name: estimate(op) for name, op in ops if op is not None}
@@ -82,11 +75,3 @@ class HeadRule(Rule):
         small = ((each.loss, each.sizes.held_bytes) for each in heads if each not in worthwhile)
         says = "it holds {} at most, which decides nothing"
         return [*left, *(Skipped(source_of(loss), says.format(format_bytes(held))) for loss, held in small)]
-
-
-def head_at(step: Captured, rewrite: Rewrite) -> Head:
-    """The head that ``rewrite`` is of; raises ``LookupError`` if ``step`` has none there."""
-    for head in find_heads(step)[0]:
-        if head.loss.name == rewrite.at:
-            return head
-    raise LookupError(f"it has no linear layer with a cross-entropy at {rewrite.at}")

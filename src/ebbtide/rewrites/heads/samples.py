@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.rewrites.heads.cuts import spread
-from ebbtide.rewrites.heads.facts import HeadSizes, logits_by_slices, slices_of_logits_hold
+from ebbtide.rewrites.heads.facts import HeadSizes, all_equal, logits_by_slices, logits_in_slices
 from ebbtide.rewrites.heads.ops import HeadOp
 from ebbtide.rewrites.heads.slices import Operands, gradient_over, loss_of, tangents_of
 from ebbtide.rewrites.replaced import Sample
@@ -39,7 +39,7 @@ def head_sample(sizes: HeadSizes, op: HeadOp, fixed: Mapping[str, Any]) -> Sampl
 
     def holds(args: Sequence[Any], _: Callable[[int, Tensor], None]) -> bool:
         own = op.by_name(args)
-        return slices_of_logits_hold(Operands(own["h"], own["wt"], own["bias"]), axis, size)
+        return all_equal(logits_in_slices(Operands(own["h"], own["wt"], own["bias"]), axis, size))
 
     return Sample(f"{size} {axis} of the logits at a time", logits_by_slices(sizes, axis, size)[1], holds)
 
@@ -49,7 +49,7 @@ def _over_kept(sizes: HeadSizes, op: HeadOp) -> Sample:
 
     def holds(args: Sequence[Any], take: Callable[[int, Tensor], None]) -> bool:
         own = op.by_name(args)
-        settings = (own["reduction"], own["ignore_index"], own["cut"], own["class_weights"], own["logit_ops"])
+        settings = (own["reduction"], own["ignore_index"], own["cut"], own["logit_ops"])
         how, rows = loss_of(own["h"].shape[0], own["labels"], *settings), own["h"].shape[0]
         numbers = None if own["numbers"] is None else spread(own["numbers"], own["cut"], rows, 0.0)
         gradient = gradient_over(own["kept"], how, tangents_of(how, own["tangent"]), own["total_weight"], numbers)

@@ -23,10 +23,10 @@ __all__ = [
     "gradient_over",
     "gradient_rows",
     "gradients_by_columns",
-    "hidden_gradient",
     "known_columns",
     "loss_and_weight",
     "loss_of",
+    "pass_over_rows",
     "refuse_other_labels",
     "statistics_of",
     "tangents_of",
@@ -36,7 +36,6 @@ __all__ = [
 
 _aten = torch.ops.aten
 _IGNORED = -100  # in the column of definition 2, where all other targets are 0
-_MEAN, _SUM = 1, 2
 MAX, LOG_SUM, TARGET = 0, 1, 2
 """Rows of ``statistics``: the largest logit, minus the logarithm of the sum, the target's log-probability."""
 
@@ -66,8 +65,7 @@ class Loss(NamedTuple):
 
     Attributes:
         labels: N; rows that are not read are as ignored ones.
-        reduction: as in the ops, and so are ``ignore_index``, ``cut`` and ``class_weights``.
-        weights: of the label of each row, 0 where it does not count; ``None`` where classes have none.
+        reduction: as in the ops, and so are ``ignore_index`` and ``cut``.
         logit_ops: as in the ops.
     """
 
@@ -75,27 +73,12 @@ class Loss(NamedTuple):
     reduction: int
     ignore_index: int
     cut: Sequence[int]
-    class_weights: Tensor | None
-    weights: Tensor | None
     logit_ops: str
 
 
-def loss_of(
-    rows: int,
-    labels: Tensor,
-    reduction: int,
-    ignore_index: int,
-    cut: Sequence[int],
-    class_weights: Tensor | None,
-    logit_ops: str,
-) -> Loss:
+def loss_of(rows: int, labels: Tensor, reduction: int, ignore_index: int, cut: Sequence[int], logit_ops: str) -> Loss:
     """The loss of an op of ``rows`` rows with these arguments."""
-    labels = spread(labels, cut, rows, ignore_index)
-    weights = None
-    if class_weights is not None:
-        weights = class_weights.gather(0, labels.clamp(0, class_weights.shape[0] - 1))
-        weights.masked_fill_(labels == ignore_index, 0)
-    return Loss(labels, reduction, ignore_index, cut, class_weights, weights, logit_ops)
+    return Loss(spread(labels, cut, rows, ignore_index), reduction, ignore_index, cut, logit_ops)
 
 
 def tangents_of(how: Loss, tangent: Tensor) -> Tensor:
@@ -111,34 +94,13 @@ def _classes(how: Loss) -> Tensor:
 def loss_and_weight(target: Tensor, how: Loss) -> tuple[Tensor, Tensor]:
     """Loss and total weight, from the log-probabilities of all rows' targets."""
     column, classes = read(target, how.cut).unsqueeze(1), read(_classes(how), how.cut)
-    if how.weights is None:
-        return _aten.nll_loss_forward(column, classes, None, how.reduction, _IGNORED)
-    return _weighted_loss(column, classes, read(how.weights, how.cut), how.reduction)
-
-
-def _weighted_loss(column: Tensor, classes: Tensor, weights: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """Loss and total weight of definition 7.
-
-    Args:
-        column: log-probabilities of the targets, N x 1.
-        classes: 0, or ``-100`` where a row does not count.
-        weights: of the rows.
-        reduction: as in the ops.
-    """
-    if not reduction:
-        losses, total_weight = _aten.nll_loss_forward(column, classes, None, 0, _IGNORED)
-        return losses * weights, total_weight
-    of_rows = weights.unsqueeze(1)
-    loss = _aten.nll_loss_forward(column * of_rows, classes, None, _SUM, _IGNORED)[0]
-    total_weight = _aten.nll_loss_forward(-of_rows, classes, None, _SUM, _IGNORED)[0]
-    return loss / total_weight if reduction == _MEAN else loss, total_weight
+    return _aten.nll_loss_forward(column, classes, None, how.reduction, _IGNORED)
 
 
 def target_gradients(target: Tensor, how: Loss, tangents: Tensor, total_weight: Tensor) -> Tensor:
     """The gradients of the targets' log-probabilities, N x 1, from these (definition 3)."""
     column = target.unsqueeze(1)
-    made = _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
-    return made if how.weights is None else made * how.weights.unsqueeze(1)
+    return _aten.nll_loss_backward(tangents, column, _classes(how), None, how.reduction, _IGNORED, total_weight)
 
 
 def gradient_rows(
@@ -168,7 +130,7 @@ def _of_softmax(
     """The gradient of the log-probabilities of rows ``a`` to ``b``."""
     tangent = tangents if how.reduction else tangents[a:b]
     gradient = _aten.nll_loss_backward(
-        tangent, softmax, how.labels[a:b], how.class_weights, how.reduction, how.ignore_index, total_weight
+        tangent, softmax, how.labels[a:b], None, how.reduction, how.ignore_index, total_weight
     )
     if numbers is not None:
         torch.add(numbers[a:b].unsqueeze(1).expand(gradient.shape), gradient, out=gradient)
@@ -202,22 +164,38 @@ def statistics_of(logits: Tensor, softmax: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([largest, log_sum, targets_of(softmax, labels)])
 
 
-def hidden_gradient(
-    x: Operands, how: Loss, tangent: Tensor, total_weight: Tensor, dtype: torch.dtype, rows: int
-) -> Tensor:
-    """The gradient of ``h``, a few rows at a time."""
-    gradient = torch.empty_like(x.h, memory_format=torch.contiguous_format)
-    tangents = tangents_of(how, tangent)
+def pass_over_rows(
+    x: Operands,
+    how: Loss,
+    tangent: Tensor | None,
+    total_weight: Tensor,
+    dtype: torch.dtype,
+    rows: int,
+    statistics: Tensor | None = None,
+    count: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of ``h``, and ``count`` columns of the logits', from a few rows at a time (definition 1).
+
+    Without a ``tangent`` there are none; ``statistics`` are filled in where they are given.
+    """
+    hidden = x.h.new_empty(0 if tangent is None else x.h.shape)
+    first = x.h.new_empty((x.h.shape[0], count))
+    tangents = None if tangent is None else tangents_of(how, tangent)
     for a, b in spans(x.h.shape[0], rows):
         logits, made = apply_text(how.logit_ops, x.rows(a, b).logits(), dtype)
         softmax = _aten._log_softmax(logits, 1, False)
+        if statistics is not None:
+            statistics[:, a:b] = statistics_of(logits, softmax, how.labels[a:b])
         del logits
-        part = gradient_rows(softmax, how, tangents, total_weight, a, b)
-        del softmax
-        part = taken_back(how.logit_ops, part, made, x.h.dtype)
-        torch.mm(part, x.wt.t(), out=gradient[a:b])
-        del part, made
-    return gradient
+        if tangents is not None:
+            part = gradient_rows(softmax, how, tangents, total_weight, a, b)
+            del softmax
+            part = taken_back(how.logit_ops, part, made, x.h.dtype)
+            torch.mm(part, x.wt.t(), out=hidden[a:b])
+            first[a:b] = part[:, :count]
+            del part
+        made, softmax = [], None  # before the next ones are made
+    return hidden, first
 
 
 def gradient_of_columns(softmax: Tensor, labels: Tensor, target: Tensor, at_target: Tensor, begin: int) -> Tensor:
@@ -259,11 +237,11 @@ def gradients_by_columns(
     known: Tensor | None,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of weight (V x D) and bias; ``known`` are the first columns of the gradient of the logits."""
+    """The gradients of weight (V x D) and bias (1 x V); ``known`` are the first columns of that of the logits."""
     at_target = target_gradients(statistics[TARGET], how, tangents_of(how, tangent), total_weight)
     classes = x.wt.shape[1]
     weight = x.h.new_empty((classes, x.h.shape[1]))
-    sums = x.h.new_empty((0 if x.bias is None else classes,))
+    sums = x.h.new_empty(0 if x.bias is None else (1, classes))
     for a, b in spans(classes, columns):
         if known is not None and b <= known.shape[1]:
             part = known[:, a:b]
@@ -271,7 +249,7 @@ def gradients_by_columns(
             part = _gradient_columns(x, how, statistics, at_target, a, b)
         torch.mm(part.t(), x.h, out=weight[a:b])
         if x.bias is not None:
-            torch.sum(part, [0], out=sums[a:b])
+            torch.sum(part, [0], True, out=sums[:, a:b])
         del part
     return weight, sums
 

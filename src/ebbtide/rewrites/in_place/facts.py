@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ebbtide.cost.call import Call, TensorSpec
-from ebbtide.rewrites.facts import Fact, made_up
+from ebbtide.rewrites.facts import Fact, made_up, same_bits
 from ebbtide.rewrites.in_place.forms import overwriting_form
 from ebbtide.torch_seams import trees as pytree
 
@@ -19,7 +18,6 @@ _ENOUGH_ELEMENTS = (2**20, 2**18, 2**16)
 """Elements of a result, for a fact on fewer rows: times what a thread takes at a time (2**15, GRAIN_SIZE of ATen), as
 many as there is room for. In the step an op that writes over its operand takes half of what trying it whole does.
 """
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def overwriting_fact(call: Call, operand: int) -> Fact:
@@ -84,13 +82,4 @@ def _holds(call: Call, operand: int) -> bool:
     whole = call.target(*args, **kwargs)
     over = [each for each in args if isinstance(each, Tensor)][operand]
     written = form[0](*args, **{**kwargs, form[1]: over})
-    return (
-        written.data_ptr() == over.data_ptr()
-        and written.stride() == whole.stride()
-        and torch.equal(_bits(written), _bits(whole))
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Its numbers as integers: a NaN is equal to itself."""
-    return tensor.view(_BITS[tensor.element_size()])
+    return written.data_ptr() == over.data_ptr() and written.stride() == whole.stride() and same_bits(written, whole)

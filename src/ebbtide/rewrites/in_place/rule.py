@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
@@ -20,11 +20,10 @@ from ebbtide.rewrites.in_place.chains import Chain, Overwrite, chains_of, kind_o
 from ebbtide.rewrites.in_place.facts import overwriting_fact
 from ebbtide.rewrites.in_place.forms import InPlace, operands_of, overwriting_form
 from ebbtide.rewrites.in_place.proof import check_overwrites
-from ebbtide.rewrites.reference import ReferenceWriter, parts_of
+from ebbtide.rewrites.reference import ReferenceWriter
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rewrite_proof import prove_references
-from ebbtide.rewrites.rule import Estimate, Rule
-from ebbtide.step.program import Program
+from ebbtide.rewrites.rule import Rule
 from ebbtide.step.rewrite import Rewrite
 
 __all__ = ["InPlaceRule"]
@@ -58,19 +57,6 @@ class InPlaceRule(Rule):
         for chain in chains_of(step, lean=rewrites[0].form == LEAN, kinds=kinds):
             _write(changed, chain)
         return changed.captured()
-
-    def estimates(
-        self, step: Captured, rewrites: Sequence[Rewrite], program: Program, after: Captured
-    ) -> Mapping[str, Estimate]:
-        """The sum of what the ops take of a chain."""
-        known = {op.name: op for op in program.ops}
-        found: dict[str, Estimate] = {}
-        for op, node in zip(after.program.ops, after.op_nodes, strict=True):
-            if isinstance(node.target, InPlace):
-                parts = [known[each] for each in parts_of(node.target.reference) if each in known]
-                workspace = max(each.workspace_bytes for each in parts)
-                found[op.name] = Estimate(sum(each.seconds for each in parts), workspace)
-        return found
 
     def prove(self, step: Captured, after: Captured) -> Sequence[Replaced]:
         """By the reference graphs of its chains, and by ``in_place.proof``."""

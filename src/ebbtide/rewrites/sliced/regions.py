@@ -199,19 +199,8 @@ class Growth:
 
 
 @once
-def _regions_of(captured: Captured) -> dict[type[Growth], tuple[list[Region], list[Skipped]]]:
-    return {}
-
-
 def find_regions(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[Skipped]]:
     """All regions of one kind in a step, and what is left as it is though it looks like one."""
-    known = _regions_of(captured)
-    if kind not in known:
-        known[kind] = _grown(captured, kind)
-    return known[kind]
-
-
-def _grown(captured: Captured, kind: type[Growth]) -> tuple[list[Region], list[Skipped]]:
     order = {node: index for index, node in enumerate(captured.graph.nodes)}
     late = after_tangents(captured.graph)
     regions: list[Region] = []

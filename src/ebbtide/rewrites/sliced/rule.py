@@ -95,12 +95,8 @@ class SlicedRule(Rule):
         return [each for each in regions if each.bytes_at_once >= least and has_places(step, calls_of(each))]
 
     def _region(self, step: Captured, rewrite: Rewrite) -> Region:
-        if (region := _by_name(step).get((self.kind, rewrite.at))) is None:
-            regions = find_regions(step, self.kind)[0]
-            found = next((each for each in regions if each.at == rewrite.at), None)
-            if found is None or not has_places(step, calls_of(found)):
-                raise LookupError(f"it has no {self.what} at {rewrite.at}")
-            region = _by_name(step)[self.kind, rewrite.at] = found
+        if (region := _region_at(step, self.kind, rewrite.at)) is None:
+            raise LookupError(f"it has no {self.what} at {rewrite.at}")
         return region
 
     def _calls(self, step: Captured, rewrites: Sequence[Rewrite]) -> list[tuple[SlicedCall, int]]:
@@ -117,9 +113,9 @@ class SlicedRule(Rule):
 
 
 @once
-def _by_name(step: Captured) -> dict[tuple[type[Growth], str], Region]:
-    """Those that have been asked for."""
-    return {}
+def _region_at(step: Captured, kind: type[Growth], at: str) -> Region | None:
+    found = next((each for each in find_regions(step, kind)[0] if each.at == at), None)
+    return found if found is not None and has_places(step, calls_of(found)) else None
 
 
 def _check(proof: RewriteProof, node: fx.Node, _: Mapping[fx.Node, Any]) -> None:
