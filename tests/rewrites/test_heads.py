@@ -55,7 +55,7 @@ def test_heads_are_found_and_every_form_is_proven(form: str) -> None:
         prove(other, lower(other, unplanned_schedule(other.program)))
         assert not [op for op in other.program.ops if op.target in ("aten.t.default", "aten.view.default")]
         assert Rewrite.from_json(each.to_json()) == each
-    assert (head.smoothing is not None) == ("smoothed" in form)
+    assert (head.row_sums is not None) == ("smoothed" in form)
     assert ("tanh" in head.sizes.logit_ops) == ("capped" in form)
     rows = {"kept", "rows"} if "no reduction" in form else {"kept", "guessed", "rows"}
     assert kinds == ({"kept"} if "smoothed" in form else rows)

@@ -50,9 +50,9 @@ def estimates(head: Head, rewrite: Rewrite, seconds: Mapping[str, float]) -> dic
     def of(*nodes: fx.Node | None) -> float:
         return sum(seconds.get(node.name, 0.0) for node in nodes if node is not None)
 
-    sizes, settings, smoothing = head.sizes, dict(rewrite.settings), head.smoothing
+    sizes, settings = head.sizes, dict(rewrite.settings)
     product, steps, steps_back = of(head.product), of(*head.steps), of(*head.steps_back)
-    loss = of(head.loss, None if smoothing is None else smoothing.sums)
+    loss = of(head.loss, head.row_sums)
     hidden, weight = of(head.hidden_gradient), of(head.weight_gradient, head.bias_gradient)
     per_byte = of(head.steps[-1]) / (2 * sizes.softmax_bytes) if sizes.softmax_bytes else 0.0
     by_rows = _slice_bytes(

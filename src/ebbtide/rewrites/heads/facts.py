@@ -251,44 +251,41 @@ def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterat
         lambda: all_equal(_losses(few_classes)),
     )
     few = replace(sizes, rows=min(sizes.rows, _FEW_SLICES * max(rows, LEAST)), cut=())
-    yield _rows_fact(sizes, rows, _rows_fact(few, rows, None))
+    whole = replace(sizes, cut=())
+    yield replace(_rows_fact(sizes, rows), smaller=_rows_fact(few, rows))
     for size in columns:
-        yield _columns_fact(replace(sizes, cut=()), size, _columns_fact(few, size, None))
+        yield replace(_columns_fact(whole, size), smaller=_columns_fact(few, size))
     if sizes.logit_ops:
-        whole = replace(sizes, cut=())
-        yield _logit_ops_fact(whole, rows, columns, _logit_ops_fact(few, rows, columns, None))
+        yield replace(_logit_ops_fact(whole, rows, columns), smaller=_logit_ops_fact(few, rows, columns))
 
 
-def _rows_fact(sizes: HeadSizes, rows: int, smaller: Fact | None) -> Fact:
+def _rows_fact(sizes: HeadSizes, rows: int) -> Fact:
     part = -(-sizes.softmax_bytes * rows // max(sizes.rows, 1))
     return Fact(
         f"rows of softmax {sizes} by {rows}",
         f"{rows} rows of the softmax at a time",
         (3 if sizes.cut else 2) * sizes.softmax_bytes + 2 * part,
         lambda: all_equal(_softmax_by_rows(sizes, rows)),
-        smaller,
     )
 
 
-def _columns_fact(sizes: HeadSizes, columns: int, smaller: Fact | None) -> Fact:
+def _columns_fact(sizes: HeadSizes, columns: int) -> Fact:
     part = -(-sizes.softmax_bytes * (columns + 1) // max(sizes.vocabulary, 1))
     return Fact(
         f"columns of softmax {sizes} by {columns}",
         f"{columns} columns of the softmax at a time",
         2 * sizes.softmax_bytes + 3 * part,
         lambda: all_equal(_softmax_by_columns(sizes, columns)),
-        smaller,
     )
 
 
-def _logit_ops_fact(sizes: HeadSizes, rows: int, columns: Sequence[int], smaller: Fact | None) -> Fact:
+def _logit_ops_fact(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Fact:
     by = f"{rows} rows" + "".join(f", {size} columns" for size in columns)
     return Fact(
         f"logit ops {sizes} by {by}",
         f"{by} of what is made of the logits before their softmax ({sizes.logit_ops})",
         (5 + caps(sizes.logit_ops)) * sizes.softmax_bytes,
         lambda: all_equal(_logit_ops(sizes, rows, columns)),
-        smaller,
     )
 
 

@@ -39,26 +39,11 @@ from ebbtide.step.rewrite import Rewrite
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.graphs import arguments_of
 
-__all__ = ["Head", "Smoothing", "find_heads", "head_at", "worthwhile_heads"]
+__all__ = ["Head", "find_heads", "head_at", "worthwhile_heads"]
 
 _aten = torch.ops.aten
 _LITTLE = 0.01
 """Share of the step's unplanned peak above its start: a head that holds less decides nothing."""
-
-
-@dataclass(frozen=True)
-class Smoothing:
-    """What smoothed labels add to a head (definition 3).
-
-    Attributes:
-        sums: of the log-probabilities of each row that is read.
-        numbers: one for each of these rows.
-        added: the gradient of the log-probabilities, with the numbers in it.
-    """
-
-    sums: fx.Node
-    numbers: fx.Node
-    added: fx.Node
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,7 @@ class Head:
         hidden_gradient: makes the gradient of ``h``, N x D.
         weight_gradient: makes that of the weight, V x D; ``None`` where it is frozen.
         bias_gradient: makes that of the bias, 1 x V; ``None`` where there is none or it is frozen.
-        smoothing: sums and numbers of definition 3; ``None`` where labels are not smoothed.
+        row_sums: sums of definition 3; ``None`` where labels are not smoothed.
         sizes: N, D, V and what else kernels depend on, the cut among it.
         arguments: what ops read of it, nodes and settings by the names of their arguments (``heads.ops``).
     """
@@ -86,7 +71,7 @@ class Head:
     hidden_gradient: fx.Node
     weight_gradient: fx.Node | None
     bias_gradient: fx.Node | None
-    smoothing: Smoothing | None
+    row_sums: fx.Node | None
     sizes: HeadSizes
     arguments: Mapping[str, Any]
 
@@ -192,14 +177,13 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
     backward = [user for user, _ in readers(softmax) if is_call(user, _aten.nll_loss_backward.default)]
     require(len(backward) == 1, "its gradient is not made once")
     require(_is_of(backward[0], loss), "its gradient is made in another way than the loss")
-    smoothing = _smoothing(softmax, loss, backward[0])
-    seeds = [user for user, _ in readers(backward[0] if smoothing is None else smoothing.added)]
+    row_sums, numbers, added = _smoothing(softmax, loss, backward[0]) or (None, None, None)
+    seeds = [user for user, _ in readers(backward[0] if added is None else added)]
     require(
         len(seeds) == 1 and is_call(seeds[0], _aten._log_softmax_backward_data.default),
         "the gradient of its log-probabilities has other readers (another loss of the same logits)",
     )
-    sums = [] if smoothing is None else [smoothing.sums]
-    _only_read_by(softmax, [loss, backward[0], seeds[0], *sums], captured, returned=False)
+    _only_read_by(softmax, [loss, backward[0], seeds[0], *_some(row_sums)], captured, returned=False)
     require(arguments_of(seeds[0])[3] == value.dtype, "the softmax changes the type by itself")
     last, back = path_back(path, seeds[0])
     read_again = [each for each in back if is_call(each, _aten.tanh_backward.default)]
@@ -222,7 +206,7 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         reduction=reduction,
         device=logits.device.type,
         cut=cut,
-        smoothed=smoothing is not None,
+        smoothed=row_sums is not None,
         logit_ops=path.text,
     )
     arguments = {
@@ -231,22 +215,28 @@ def _head(captured: Captured, loss: fx.Node) -> Head:
         "bias": bias,
         "labels": labels,
         "tangent": arguments_of(backward[0])[0],
-        "numbers": None if smoothing is None else smoothing.numbers,
+        "numbers": numbers,
         "reduction": reduction,
         "ignore_index": ignore_index,
         "cut": list(cut),
         "logit_ops": path.text,
         "dtype": value.dtype,
-        "smoothed": smoothing is not None,
+        "smoothed": row_sums is not None,
         "trains": weights is not None,
     }
     steps = (*(each for each in path.steps if each is path.cast or each in path.logit_ops), softmax)
-    steps_back = (*([] if smoothing is None else [smoothing.added]), backward[0], seeds[0], *back)
-    return Head(product, steps, loss, steps_back, hidden, weights, bias_sums, smoothing, sizes, arguments)
+    steps_back = (*_some(added), backward[0], seeds[0], *back)
+    return Head(product, steps, loss, steps_back, hidden, weights, bias_sums, row_sums, sizes, arguments)
 
 
-def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> Smoothing | None:
-    """What smoothed labels add (definition 3); ``None`` where the log-probabilities get the gradient of the loss alone.
+def _some(node: fx.Node | None) -> list[fx.Node]:
+    return [] if node is None else [node]
+
+
+def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """Sums and numbers of smoothed labels (definition 3), and the gradient of the log-probabilities with these in it.
+
+    ``None`` where the log-probabilities get the gradient of the loss alone.
 
     Raises:
         NoPlace: if they get something else.
@@ -268,7 +258,7 @@ def _smoothing(softmax: fx.Node, loss: fx.Node, backward: fx.Node) -> Smoothing 
     require(sums[0].meta["val"].shape == numbers.meta["val"].shape, why)
     place = {node: index for index, node in enumerate(loss.graph.nodes)}
     require(all(place[loss] < place[each] for each in sums[0].users), "sums of its rows are read before the loss")
-    return Smoothing(sums[0], numbers, added)
+    return sums[0], numbers, added
 
 
 def _only_read_by(

@@ -46,7 +46,7 @@ def forms_of(head: Head) -> Iterator[Rewrite]:
         rows = max(LEAST, head.sizes.rows // part)
         columns = max(LEAST, head.sizes.vocabulary // part)
         yield _rewrite(head, KEPT, rows=rows)
-        if head.smoothing is not None:
+        if head.row_sums is not None:
             continue
         if _guess_cone(head) is not None:
             for percent in (*(_PERCENTS if trained else ()), 0):
@@ -133,7 +133,7 @@ def _guess_cone(head: Head) -> list[fx.Node] | None:
 def _place_of(head: Head) -> fx.Node:
     """Before this node goes the forward's op: before what reads the loss and before all of the backward."""
     readers = {reader for element in head.loss.users for reader in element.users}
-    readers |= set() if head.smoothing is None else set(head.smoothing.sums.users)
+    readers |= set() if head.row_sums is None else set(head.row_sums.users)
     late = after_tangents(head.loss.graph)
     later = False
     for node in head.loss.graph.nodes:
@@ -166,8 +166,8 @@ class _Writer:
 
     def _write_kept(self) -> None:
         self._forward("forward_that_keeps")
-        if self.head.smoothing is not None:
-            self.nodes[self.head.smoothing.sums].replace_all_uses_with(self.values["row_sums"])
+        if self.head.row_sums is not None:
+            self.nodes[self.head.row_sums].replace_all_uses_with(self.values["row_sums"])
         self._gradients("backward_over_kept", self.head.steps_back[0])
 
     def _by_slices(self) -> None:
@@ -239,10 +239,9 @@ class _Writer:
         with mode_of(head.product.meta["val"]), torch.no_grad():
             made = op.target(*fx.map_arg(call, lambda each: each.meta["val"]))
         captured = dict(zip(("loss", "total_weight"), head.loss.meta["val"], strict=True))
-        gradients = {name: getattr(head, name) for name in ("hidden_gradient", "weight_gradient", "bias_gradient")}
-        captured |= {name: each.meta["val"] for name, each in gradients.items() if each is not None}
-        if head.smoothing is not None:
-            captured["row_sums"] = head.smoothing.sums.meta["val"]
+        for name in ("row_sums", "hidden_gradient", "weight_gradient", "bias_gradient"):
+            if (each := getattr(head, name)) is not None:
+                captured[name] = each.meta["val"]
         if len(op.gives) == 1:
             node.meta["val"] = captured.get(op.gives[0], made)
             self.values[op.gives[0]] = node

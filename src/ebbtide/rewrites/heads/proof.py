@@ -89,6 +89,4 @@ class _Proof(RewriteProof):
             return head.loss, int(name == "total_weight")
         if name in PARTS:
             return name, head.loss, given["guess"] if name in ("hidden", "known") else None
-        if name == "row_sums":
-            return ("nothing", head.loss) if head.smoothing is None else head.smoothing.sums
         return getattr(head, name) or ("nothing", head.loss)
