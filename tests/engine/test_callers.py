@@ -200,7 +200,7 @@ def test_an_export_is_the_model_as_it_is_written(strict: bool) -> None:
     torch.testing.assert_close(exported.module()(X), model(X))
 
 
-def test_a_trainer_that_goes_past_the_model_is_refused_before_its_backward() -> None:
+def test_a_trainer_that_goes_past_the_model_is_refused_before_a_weight_changes() -> None:
     class Module(Net):
         def training_step(self, batch: torch.Tensor) -> torch.Tensor:
             return self.rest(self.first(batch)).square().mean()
@@ -209,8 +209,9 @@ def test_a_trainer_that_goes_past_the_model_is_refused_before_its_backward() -> 
             return self(batch)
 
     model = ebbtide.fit(Module(), "100%", options=ebbtide.Options(effort=10))
-    with pytest.raises(UsageError, match="training_step has called parts of the model"):
-        model.training_step(X)
+    model.training_step(X).backward()
+    with pytest.raises(UsageError, match="such as a training_step"):
+        torch.optim.SGD(model.parameters(), 0.1).step()
     with torch.no_grad():
         model.training_step(X)
     ebbtide.unfit(model)

@@ -186,7 +186,7 @@ def test_a_call_of_its_own_without_a_forward_is_refused_by_fit() -> None:
     ("model", "advice"),
     [
         (PastForward, "goes past its forward"),
-        (SwitchesOn, r"called under torch\.no_grad\(\) and switches gradients on"),
+        (SwitchesOn, "calls of the model that was fitted.*with gradients on"),
     ],
 )
 def test_what_goes_past_the_plan_is_refused_before_a_weight_changes(model: type[nn.Module], advice: str) -> None:

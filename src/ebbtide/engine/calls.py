@@ -25,22 +25,17 @@ from ebbtide.torch_seams.compiling_flag import optimizer_has_stepped, optimizer_
 from ebbtide.torch_seams.optimizers import gradient_of
 from ebbtide.torch_seams.storages import StorageWatch, parameters_in, version_of
 
-__all__ = ["ADVICE", "NOTHING_TO_TRAIN", "PAST_THE_MODEL", "SWITCHED_ON", "Calls", "Watched", "watch_optimizers"]
+__all__ = ["NOTHING_TO_TRAIN", "Calls", "Watched", "watch_optimizers"]
 
 NOTHING_TO_TRAIN = "nothing to train: no parameter or argument takes a gradient"
-SWITCHED_ON = "gradients switched on inside of a call under torch.no_grad"
-PAST_THE_MODEL = "optimizer steps on gradients of no planned call"
+_PAST_THE_MODEL = "optimizer steps on gradients of no planned call"
 
-ADVICE = (
+_ADVICE = (
     "Ebbtide plans calls of the model that was fitted: model(...), or self(...) in a method of its own such as a "
-    "training_step. Call it that way, or fit the part that is called: ebbtide.unfit(model), then "
+    "training_step, with gradients on. Call it that way, or fit the part that is called: ebbtide.unfit(model), then "
     "ebbtide.fit(model.part, budget)"
 )
 
-_CALL_WITH_GRADIENTS = (
-    "The model was called under torch.no_grad() and switches gradients on itself (torch.enable_grad()), and a call "
-    "without gradients is not planned. Call it with gradients on, and put no_grad around what needs none"
-)
 _ADD_UP = (
     "What is added to a planned call's loss, and goes through the same backward, is planned for: "
     "(model(...) + penalty).backward()"
@@ -242,10 +237,10 @@ def _look_at(
     if by_others:
         arrivals.others_were_there(parameters_in(watched.model))
     if besides or (of_none and by_others):
-        watched.calls.count_unplanned(PAST_THE_MODEL)
+        watched.calls.count_unplanned(_PAST_THE_MODEL)
         raise UsageError(_refusal(watched, is_planned=is_planned), argument="model")
     if of_none and backwards == seen.backwards:
-        watched.calls.count_unplanned(PAST_THE_MODEL)
+        watched.calls.count_unplanned(_PAST_THE_MODEL)
     arrivals.forget(own)
     if not by_others:
         arrivals.all_were_planned()
@@ -259,7 +254,7 @@ def _refusal(watched: Watched, *, is_planned: bool) -> str:
     if is_planned:
         return (
             f"{about} of two kinds: a planned call has made some, and a backward without one has added to them, which "
-            f"nothing kept within the budget; {changed}. {watched.advice or f'{_ADD_UP}. {ADVICE}'}"
+            f"nothing kept within the budget; {changed}. {watched.advice or f'{_ADD_UP}. {_ADVICE}'}"
         )
     return (
         f"{about} of which no planned call has made any, so nothing kept them within the budget; {_UNCHANGED}. "
@@ -269,10 +264,8 @@ def _refusal(watched: Watched, *, is_planned: bool) -> str:
 
 def _advice(model: torch.nn.Module, calls: Calls) -> str:
     """How the call of ``model`` would be planned."""
-    if SWITCHED_ON in calls.unplanned:
-        return _CALL_WITH_GRADIENTS
     own_call = not calls.planned and type(model).__call__ is not torch.nn.Module.__call__
-    return _OWN_CALL.format(type(model).__name__) if own_call else ADVICE
+    return _OWN_CALL.format(type(model).__name__) if own_call else _ADVICE
 
 
 def _own_parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

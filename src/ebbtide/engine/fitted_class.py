@@ -25,14 +25,13 @@ from typing import Any
 import torch
 
 from ebbtide.capture.trace import without_model
-from ebbtide.engine.calls import ADVICE, PAST_THE_MODEL, SWITCHED_ON, Watched
+from ebbtide.engine.calls import Watched
 from ebbtide.engine.copies import copying
 from ebbtide.engine.loop import train
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.pending_steps import returned_tensors
 from ebbtide.errors import UsageError
 from ebbtide.measurement.leftovers import leave, watches_of
-from ebbtide.measurement.resident import tensors_in
 from ebbtide.signals import raised_by_a_handler
 from ebbtide.torch_seams.compile_mode import (
     capturing,
@@ -70,17 +69,16 @@ def watched_of_fitted() -> Iterator[Watched]:
 
 def fitted_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The subclass of ``plain`` under the same name whose training calls are planned (definition 1)."""
-    key = plain, getattr(plain, "training_step", None)
-    known = _SUBCLASSES.get(key)
+    known = _SUBCLASSES.get(plain)
     if known is None or not isinstance(vars(known)["forward"], _ForwardOfModel):  # somebody has put another on it
-        known = _SUBCLASSES[key] = _subclass(*key)
+        known = _SUBCLASSES[plain] = _subclass(plain)
     return known
 
 
-_SUBCLASSES: dict[tuple[type[torch.nn.Module], _Forward | None], type[torch.nn.Module]] = {}
+_SUBCLASSES: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 
 
-def _subclass(plain: type[torch.nn.Module], training_step: _Forward | None) -> type[torch.nn.Module]:
+def _subclass(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     names: dict[str, Any] = {
         "forward": _ForwardOfModel(plain),
         "_ebbtide_plain": plain,
@@ -90,8 +88,6 @@ def _subclass(plain: type[torch.nn.Module], training_step: _Forward | None) -> t
     }
     if issubclass(plain, torch.fx.GraphModule):
         names["recompile"] = _refuse_to_recompile
-    if training_step is not None:
-        names["training_step"] = _with_a_planned_call(training_step)
     names["__qualname__"] = plain.__qualname__
     meta: Any = type(plain)
     try:
@@ -216,15 +212,10 @@ def _without_gradients(forward: _Forward, model: torch.nn.Module, *args: Any, **
         outputs = forward(model, *args, **kwargs)
     finally:
         _inside.models.discard(id(model))
-    returned = list(returned_tensors(outputs))
-    _count(model, SWITCHED_ON if any(each.grad_fn is not None for each in returned) else _NO_GRADIENTS)
-    leave(watches_of(returned))
-    return outputs
-
-
-def _count(model: torch.nn.Module, reason: str) -> None:
     if (fitted := FITTED.get(model)) is not None:
-        fitted.calls.count_unplanned(reason)
+        fitted.calls.count_unplanned(_NO_GRADIENTS)
+    leave(watches_of(returned_tensors(outputs)))
+    return outputs
 
 
 @functools.cache  # made when the first model is fitted: it imports the compiler
@@ -239,25 +230,3 @@ def _planned() -> Callable[..., Any]:
 def _train(model: torch.nn.Module, forward: _Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fitted = FITTED.get(model)
     return forward(model, *args, **kwargs) if fitted is None else train(fitted, model, forward, args, kwargs)
-
-
-def _with_a_planned_call(training_step: _Forward) -> _Forward:
-    """A trainer's ``training_step`` (Lightning's), which may go past the model: refused if nothing in it is planned."""
-
-    @functools.wraps(training_step)
-    def watched(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        fitted = FITTED.get(self)
-        if fitted is None or not torch.is_grad_enabled():
-            return training_step(self, *args, **kwargs)
-        before = fitted.calls.planned
-        loss = training_step(self, *args, **kwargs)
-        if fitted.calls.planned == before and any(each.requires_grad for each in tensors_in([loss])):
-            fitted.calls.count_unplanned(PAST_THE_MODEL)
-            raise UsageError(
-                f"{type(self).__name__}.training_step has called parts of the model and never the model, so nothing "
-                f"kept it within the budget. {ADVICE}",
-                argument="model",
-            )
-        return loss
-
-    return watched
