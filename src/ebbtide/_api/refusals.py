@@ -5,13 +5,12 @@ A step is planned for one device that holds the whole model. So these are refuse
 2. modules whose weights are moved in and out by hooks (accelerate's and diffusers' offloading): the bytes move behind
    the plan's back;
 3. models whose parameters and buffers are on several devices;
-4. modules that have no forward, but a ``__call__`` of their own;
-5. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's; one
+4. an optimizer that trains another model: parameters that were replaced after it was made, or somebody else's; one
    whose state cannot move, or which cannot step in the step, where that is asked for;
-6. wrappers that train a model in several processes or on several devices: their forward talks to the others, and the
+5. wrappers that train a model in several processes or on several devices: their forward talks to the others, and the
    model that is planned is the one inside;
-7. under ``fit`` a ``LightningModule``: its trainer calls ``training_step``, so a planned ``forward`` holds nothing;
-8. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
+6. under ``fit`` a ``LightningModule``: its trainer calls ``training_step``, so a planned ``forward`` holds nothing;
+7. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def require_call(args: object, kwargs: object) -> None:
 
 
 def refuse_to_fit(model: torch.nn.Module) -> None:
-    """Refuse a model of which no step can be trained under a plan (definitions 1 to 4 and 6 to 8).
+    """Refuse a model of which no step can be trained under a plan (definitions 1 to 3 and 5 to 7).
 
     Raises:
         UsageError: naming what stands in the way and what to do.
@@ -89,7 +88,6 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
     _refuse_scripts(model)
     _refuse_spread(model)
     refuse_offload_hooks(model)
-    _refuse_own_call(model)
     _refuse_lazy(model)
     for name, tensor in _tensors(model):
         if isinstance(tensor, FakeTensor):
@@ -108,7 +106,7 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
 
 
 def refuse_foreign_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse an optimizer that trains no parameter of a model that has some to train (definition 5).
+    """Refuse an optimizer that trains no parameter of a model that has some to train (definition 4).
 
     Raises:
         UsageError: saying whose parameters to give it.
@@ -225,7 +223,7 @@ def _refuse_scripts(model: torch.nn.Module) -> None:
 
 
 def _refuse_spread(model: torch.nn.Module) -> None:
-    """Refuse a model whose weights lie on several devices (definition 6)."""
+    """Refuse a model whose weights lie on several devices (definition 5)."""
     for path, module in _modules(model):
         bases = {each.__name__ for each in type(module).__mro__}
         if "DistributedDataParallel" in bases:
@@ -247,7 +245,7 @@ def _refuse_spread(model: torch.nn.Module) -> None:
 
 
 def _refuse_lightning(model: torch.nn.Module) -> None:
-    """Refuse a LightningModule (definition 7), known by its class's name: Lightning is not imported here."""
+    """Refuse a LightningModule (definition 6), known by its class's name: Lightning is not imported here."""
     if any(
         kind.__name__ == "LightningModule" and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
         for kind in type(model).__mro__
@@ -257,16 +255,6 @@ def _refuse_lightning(model: torch.nn.Module) -> None:
             "that fit plans. Give the trainer the callback, and leave fit out: "
             "Trainer(callbacks=[ebbtide.integrations.lightning.MemoryBudget(budget)]), which plans the training_step. "
             "In a loop of your own fit a module inside of it that returns the loss"
-        )
-
-
-def _refuse_own_call(model: torch.nn.Module) -> None:
-    kind = type(model)
-    own_call = kind.__call__ is not torch.nn.Module.__call__
-    if own_call and kind.forward is torch.nn.Module.forward and "forward" not in model.__dict__:
-        raise _refusal(
-            f"{kind.__name__} has a __call__ of its own and no forward, which is what Ebbtide plans; rename its "
-            "__call__ to forward, and call the model as before"
         )
 
 

@@ -31,9 +31,9 @@ NOTHING_TO_TRAIN = "nothing to train: no parameter or argument takes a gradient"
 _PAST_THE_MODEL = "optimizer steps on gradients of no planned call"
 
 _ADVICE = (
-    "Ebbtide plans calls of the model that was fitted: model(...), or self(...) in a method of its own such as a "
-    "training_step, with gradients on. Call it that way, or fit the part that is called: ebbtide.unfit(model), then "
-    "ebbtide.fit(model.part, budget)"
+    "Ebbtide plans the forward of the model that was fitted, called with gradients on: model(...), or self(...) in a "
+    "method of its own such as a training_step. Call it that way, or fit the part that is called: "
+    "ebbtide.unfit(model), then ebbtide.fit(model.part, budget)"
 )
 
 _ADD_UP = (
@@ -41,11 +41,6 @@ _ADD_UP = (
     "(model(...) + penalty).backward()"
 )
 _UNCHANGED = "no weight has been changed"
-_FIT_BOTH = "If another model shares these weights, fit that one too: ebbtide.fit(other, budget)"
-_OWN_CALL = (
-    "{} has a __call__ of its own that goes past its forward, which is what Ebbtide plans: move what __call__ does to "
-    "forward, and call the model as before"
-)
 
 
 @dataclass(kw_only=True)
@@ -258,14 +253,8 @@ def _refusal(watched: Watched, *, is_planned: bool) -> str:
         )
     return (
         f"{about} of which no planned call has made any, so nothing kept them within the budget; {_UNCHANGED}. "
-        f"{watched.advice or _advice(watched.model, watched.calls)}"
+        f"{watched.advice or _ADVICE}"
     )
-
-
-def _advice(model: torch.nn.Module, calls: Calls) -> str:
-    """How the call of ``model`` would be planned."""
-    own_call = not calls.planned and type(model).__call__ is not torch.nn.Module.__call__
-    return _OWN_CALL.format(type(model).__name__) if own_call else _ADVICE
 
 
 def _own_parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
