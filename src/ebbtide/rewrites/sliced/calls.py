@@ -50,8 +50,8 @@ class InSlices(ReferenceOp):
     """
 
     def __init__(self, reference: fx.Graph, axis: Axis, inputs: Sequence[Cut]) -> None:
-        super().__init__("in_slices", reference, _text(reference, axis, inputs))
-        self.axis, self.inputs = axis, tuple(inputs)
+        self.reference, self.axis, self.inputs = reference, axis, tuple(inputs)
+        super().__init__("in_slices", reference, self._says())
         self.cuts = cuts_of(reference, axis, inputs)
         self.outputs = tuple(self.cuts[each] for each in arguments_of(reference.output_node())[0])
 
@@ -71,6 +71,12 @@ class InSlices(ReferenceOp):
             del given, made  # before the next ones are made
         return tuple(whole)
 
+    @property
+    def ops(self) -> list[fx.Node]:
+        """The captured ops in its reference graph, which are no views, in order."""
+        calls = (each for each in self.reference.nodes if each.op == "call_function")
+        return [each for each in calls if swaps(each, self.axis.rank) is None]
+
     @cached_property
     def run(self) -> Callable[..., Any]:
         """One slice, compiled: most calls are looked at, and few are made."""
@@ -87,15 +93,13 @@ class InSlices(ReferenceOp):
                 inner[node] = inner[node.all_input_nodes[0]]
         return fx.GraphModule(torch.nn.Module(), graph).forward
 
-
-def _text(reference: fx.Graph, axis: Axis, inputs: Sequence[Cut]) -> str:
-    """A name that says all that it does, and is the same in every process and for every size."""
-    calls, returned = text_of(reference)
-    leading = axis.leading if len(axis.leading) > 1 else ""
-    says = f"{leading}; {', '.join(map(str, inputs))}; {'; '.join(calls)}; {returned}"
-    ops = [each for each in reference.nodes if each.op == "call_function" and swaps(each, axis.rank) is None]
-    names = ", ".join(str(each.target).split(".")[1] for each in ops)
-    return f"by_{axis.name}[{names}; {hashlib.sha256(says.encode()).hexdigest()[:12]}]"
+    def _says(self) -> str:
+        """A name that says all that it does, and is the same in every process and for every size."""
+        calls, returned = text_of(self.reference)
+        leading = self.axis.leading if len(self.axis.leading) > 1 else ""
+        says = f"{leading}; {', '.join(map(str, self.inputs))}; {'; '.join(calls)}; {returned}"
+        names = ", ".join(str(each.target).split(".")[1] for each in self.ops)
+        return f"by_{self.axis.name}[{names}; {hashlib.sha256(says.encode()).hexdigest()[:12]}]"
 
 
 @dataclass(frozen=True)
@@ -104,13 +108,11 @@ class SlicedCall:
 
     Attributes:
         results: captured nodes, in order.
-        parts: captured ops that it runs, in order, results among them.
         inputs: captured nodes that it reads.
         target: what is called.
     """
 
     results: tuple[fx.Node, ...]
-    parts: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     target: InSlices
 
@@ -143,13 +145,14 @@ def moved_arguments(part: fx.Node, args: Sequence[Any]) -> tuple[Any, ...]:
 def workspace_of(call: SlicedCall, size: int) -> int:
     """Bytes of the longest slice: all that is there at once between its ops, each dropped after its last reader."""
     share = call.axis.share(size)
-    last = {made_by(each): index for index, part in enumerate(call.parts) for each in part.all_input_nodes}
+    ops, returned = call.target.ops, arguments_of(call.target.reference.output_node())[0]
+    last = {made_by(each): index for index, op in enumerate(ops) for each in op.all_input_nodes}
     live: dict[fx.Node, int] = {}
     most = 0
-    for index, part in enumerate(call.parts):
-        live[part] = round(bytes_of(part) * share) + 64
+    for index, op in enumerate(ops):
+        live[op] = round(bytes_of(op) * share) + 64
         most = max(most, sum(live.values()))
-        for each in [each for each in live if last.get(each, -1) <= index and each not in call.results]:
+        for each in [each for each in live if last.get(each, -1) <= index and each not in returned]:
             del live[each]
     return most
 
@@ -192,7 +195,7 @@ class _Writer(ReferenceWriter):
             self.copies[part] = self.call(part, args, part.kwargs)
         self.graph.output(tuple(self.copies[each] for each in self.results))
         given, inputs = zip(*self.inputs, strict=True)
-        return SlicedCall(self.results, self.parts, given, InSlices(self.graph, self.axis, inputs))
+        return SlicedCall(self.results, given, InSlices(self.graph, self.axis, inputs))
 
     def _is_inner(self, node: fx.Node) -> bool:
         return seen(node, self.axis.rank)[0] in self.members

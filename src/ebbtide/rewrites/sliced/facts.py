@@ -21,7 +21,6 @@ from ebbtide.cost.call import TensorSpec
 from ebbtide.rewrites.facts import Fact, made_up, own
 from ebbtide.rewrites.sliced.axes import Axis, Piece, is_product
 from ebbtide.rewrites.sliced.calls import InSlices, SlicedCall, moved_arguments
-from ebbtide.rewrites.views import swaps
 from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise
 
 __all__ = ["slice_facts"]
@@ -41,9 +40,7 @@ _GRAIN = 32768
 def slice_facts(call: SlicedCall, size: int) -> Iterator[Fact]:
     """Those of ``call`` in slices of about ``size``, each once."""
     known: set[str] = set()
-    for part in call.target.reference.nodes:
-        if part.op != "call_function" or swaps(part, call.axis.rank) is not None:
-            continue
+    for part in call.target.ops:
         fact = _OpFact(call.target, part, size).fact()
         if fact.signature not in known:
             known.add(fact.signature)

@@ -16,6 +16,7 @@ from ebbtide.capture.joint import Captured
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.once import once
+from ebbtide.rewrites.reference import PART
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rewrite_proof import RewriteProof, prove_references
 from ebbtide.rewrites.rule import Estimate, Rule, Skipped
@@ -135,19 +136,19 @@ def _facts(region: Region, settings: Mapping[str, int]) -> list[Fact]:
 
 def _estimate(call: SlicedCall, size: int, seconds: Mapping[str, float]) -> Estimate:
     per_byte = len(list(call.axis.pieces(size))) * _seconds_per_byte(call, seconds)
-    whole = {each for each, cut in zip(call.inputs, call.target.inputs, strict=True) if cut is None}
     takes = 0.0
-    for part in call.parts:  # a slice takes its share, or what reading takes that every slice reads whole
-        read = sum(map(bytes_of, whole.intersection(part.all_input_nodes))) if is_product(part) else 0
-        takes += max(seconds.get(part.name, 0.0), read * per_byte)
+    for op in call.target.ops:  # a slice takes its share, or what reading takes that every slice reads whole
+        whole = [each for each in op.all_input_nodes if call.target.cuts[each] is None]
+        read = sum(map(bytes_of, whole)) if is_product(op) else 0
+        takes += max(seconds.get(op.meta[PART], 0.0), read * per_byte)
     return Estimate(takes, workspace_of(call, size))
 
 
 def _seconds_per_byte(call: SlicedCall, seconds: Mapping[str, float]) -> float:
     """How fast memory is read, by the elementwise ops; 0 where there are none."""
-    chain: list[fx.Node] = [each for each in call.parts if is_elementwise(each)]
+    chain = [each for each in call.target.ops if is_elementwise(each)]
     moved = sum(bytes_of(each) + sum(map(bytes_of, map(made_by, each.all_input_nodes))) for each in chain)
-    return sum(seconds.get(each.name, 0.0) for each in chain) / moved if moved else 0.0
+    return sum(seconds.get(each.meta[PART], 0.0) for each in chain) / moved if moved else 0.0
 
 
 FEED_FORWARD = SlicedRule("feed-forward", FeedForward, "feed-forward layer", (4, 16), 0.5)
