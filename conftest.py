@@ -122,9 +122,12 @@ def _one_thread_and_seed() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests share measured costs with each other, never with the user's cache."""
+    """Tests share measured costs with each other, those of other processes too, never with the user's cache."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(directory))
         yield
 
 

@@ -12,11 +12,13 @@ from torch import nn
 import ebbtide
 from ebbtide._api.verify import Verifier
 from ebbtide.capture.joint import Captured
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.rewrites.choices import Choice
 from ebbtide.rewrites.rule import Rule
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
+from ebbtide.units import Budget
 
 
 def assert_trains_as_eager_within(
@@ -53,7 +55,7 @@ def assert_captured_bits_and_predicted_bytes(
     """Each of ``candidates`` is proven, of so many ``calls``, and runs with the bits and within the bytes it tells."""
     step, program = captured
     verifier = Verifier(model, (x,), {})
-    plain = ebbtide.plan(model, (x,), budget="200%", options=ebbtide.Options(progress=None))
+    plain = make_plan(program, Budget.parse("200%"), resident_bytes=0, options=PlanningOptions(planner="keep_all"))
     for candidate in candidates:
         costed = Choice(step, candidate).costed("cpu", program)
         assert costed is not None

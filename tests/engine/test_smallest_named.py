@@ -137,7 +137,9 @@ def test_the_refusal_says_what_its_smallest_budget_rests_on() -> None:
     assert "tried out" not in again, "all is known by now"
 
 
-@pytest.mark.parametrize("name", ["elementwise", "head", "two losses", "wide head"])
+@pytest.mark.parametrize(
+    "name", ["elementwise", "head", "two losses", pytest.param("wide head", marks=pytest.mark.long)]
+)
 def test_the_same_is_named_whatever_was_asked_for_and_found_out_again(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -531,7 +531,7 @@ def test_other_questions_are_refused_at_their_line(body: Body) -> None:
 # -- Hugging Face's masks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_mask_that_masks_nothing_is_left_out_as_in_eager(autocast: bool) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ebbtide.measurement.cpu_allocations import AllocationRecorder
 from ebbtide.measurement.peak import peak_above
+from ebbtide.optimizer.cost import step_bytes as step_bytes_module
 from ebbtide.optimizer.cost.step_bytes import step_bytes
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -85,3 +86,27 @@ def test_where_the_step_is_to_run_elsewhere_no_kernel_is_asked(monkeypatch: pyte
     parameters = [nn.Parameter(torch.empty(64, 64, device="meta"))]
     assert step_bytes(torch.optim.AdamW(parameters), "cuda") is not None
     assert step_bytes(Preconditioned(parameters)) is not None
+
+
+TORCHS = [
+    kind
+    for name in torch.optim.__all__
+    if isinstance(kind := getattr(torch.optim, name), type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind.__name__ not in {"Optimizer", "LBFGS", "SparseAdam"}  # which want a closure, or sparse gradients
+]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", TORCHS, ids=lambda kind: kind.__name__)
+def test_few_steps_tell_the_largest_of_torchs_own(
+    kind: type[torch.optim.Optimizer], foreach: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = [
+        nn.Parameter(torch.randn(24, 16)),
+        *([] if kind is torch.optim.Muon else [nn.Parameter(torch.ones(9))]),
+    ]
+    options = {} if kind is torch.optim.Muon else {"foreach": foreach}
+    few = step_bytes(kind(parameters, lr=0.1, **options))
+    monkeypatch.setattr(step_bytes_module, "TORCHS_STEPS", 32)
+    assert few == step_bytes(kind(parameters, lr=0.1, **options))

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import ebbtide
-from ebbtide._api.estimate import capture_ahead
+from ebbtide._api.estimate import AheadStep, capture_ahead
 from ebbtide.capture.claims import RewriteError
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.offline import capture
@@ -130,14 +130,22 @@ def test_what_is_used_later_without_a_gradient_keeps_the_update_waiting() -> Non
     assert not any(needs(program, later) & {0} for later in range(at + 1, len(program.ops)) if later != at)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [each for each in planner_names() if not needs_tiers(each)])
-def test_every_planner_gives_legal_schedules_of_steps_with_updates(name: str) -> None:
+@pytest.fixture(scope="module")
+def with_adamw() -> tuple[AheadStep, int]:
+    """A captured step with the optimizer in it, and its smallest budget."""
     model, *args = small_gpt(layers=1)
     optimizer = torch.optim.AdamW(model.parameters())
     step = capture_ahead(model, tuple(args), options=Options(optimizer=optimizer, step="inside", progress=None))
+    return step, step.plan(Budget.parse("100%"), PlanningOptions()).smallest_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [each for each in planner_names() if not needs_tiers(each)])
+def test_every_planner_gives_legal_schedules_of_steps_with_updates(
+    name: str, with_adamw: tuple[AheadStep, int]
+) -> None:
+    step, least = with_adamw
     assert step.program.has_updates
-    least = step.plan(Budget.parse("100%"), PlanningOptions()).smallest_bytes
     for share in (0.02, 0.4):
         budget = int(least + share * (step.unplanned_budget_bytes - least))
         try:

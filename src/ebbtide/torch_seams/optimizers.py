@@ -27,6 +27,7 @@ __all__ = [
     "hook_bases",
     "is_last_before_step",
     "is_of_torch",
+    "is_torchs_own",
     "own_step",
     "parameters_stepped_by",
     "set_gradient",
@@ -41,6 +42,11 @@ _GRADIENT: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 def parameters_stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """The parameters of its groups, in the order in which it steps."""
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is one of torch's: all that its step depends on are its groups and its state."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def own_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@
    elsewhere.
 2. Steps differ: a first one makes what later ones reuse, others come after a warm-up (RAdam's sixth) or once in a while
    (Shampoo's). A stand-in with one parameter of each kind, the largest, takes :data:`STEPS` steps to tell which is the
-   largest, and all parameters step up to that one.
+   largest, :data:`TORCHS_STEPS` if its class is torch's own, and all parameters step up to that one.
 3. A kernel may take memory of its own besides its results. On the device at hand every op is run once, alone, on memory
    that is resident anyway as far as can be (``cost.profiling_budget``), but for those that take none: arithmetic of
    single elements in one type, on lists of tensors too, copies and fills. Of several types, a kernel casts some first.
@@ -36,11 +36,14 @@ from ebbtide.torch_seams.fake_tensors import (
     sizes_only,
     without_modes,
 )
+from ebbtide.torch_seams.optimizers import is_torchs_own
 
-__all__ = ["STEPS", "step_bytes"]
+__all__ = ["STEPS", "TORCHS_STEPS", "step_bytes"]
 
 STEPS = 32
 """Steps that the stand-in takes (definition 2): what an optimizer does less often is not seen."""
+TORCHS_STEPS = 8
+"""Likewise, of one whose class is torch's own: none takes more at a later step than at its first eight."""
 
 _Group = dict[str, Any]
 
@@ -59,6 +62,35 @@ def step_bytes(
     """
     optimizer = as_stepping(optimizer)
     groups = optimizer.param_groups if groups is None else groups
+    key = _key(optimizer, groups, device)
+    if key not in _known:
+        found = _found_out(optimizer, groups, device)
+        if key is None:
+            return found
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = found
+    return _known[key]
+
+
+_known: dict[object, int | None] = {}
+_MOST_KNOWN = 256
+
+
+def _key(optimizer: torch.optim.Optimizer, groups: Sequence[_Group], device: str | None) -> object | None:
+    """All that a step of one of torch's own depends on; ``None`` for others, and where options are in tensors."""
+    in_tensors = any(isinstance(value, torch.Tensor) for group in groups for value in group.values())
+    if in_tensors or not is_torchs_own(optimizer):
+        return None
+    kinds = tuple(tuple(map(_key_of, group["params"])) for group in groups)
+    return type(optimizer), device, repr(values_of(optimizer, groups)), kinds
+
+
+def _key_of(parameter: torch.Tensor) -> object:
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, parameter.requires_grad
+
+
+def _found_out(optimizer: torch.optim.Optimizer, groups: Sequence[_Group], device: str | None) -> int | None:
     lenders = [each for group in groups for each in group["params"]]
     kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
     found: list[int] = []
@@ -86,8 +118,9 @@ def _largest(
     steps = _counted.setdefault(optimizer, {})
     key = repr((device, values_of(optimizer, kinds), [list(map(_kind, group["params"])) for group in kinds]))
     if key not in steps:
-        taken = list(_step_peaks(optimizer, kinds, device, range(STEPS), lambda *_: 0))
-        steps[key] = tuple(sorted({0, 1, max(range(STEPS), key=lambda step: (taken[step], -step))}))
+        tried = range(TORCHS_STEPS if is_torchs_own(optimizer) else STEPS)
+        taken = list(_step_peaks(optimizer, kinds, device, tried, lambda *_: 0))
+        steps[key] = tuple(sorted({0, 1, max(tried, key=lambda step: (taken[step], -step))}))
     return max(_step_peaks(optimizer, groups, device, steps[key], workspace))
 
 
