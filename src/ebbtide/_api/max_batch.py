@@ -43,7 +43,8 @@ WORDS = {"batch": "a batch of 1", "layers": "1 layer", "length": "a length of 1"
 """What may be varied, and the least of each in words."""
 MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
 NEAR, FAR = 2, 4  # the two small captures
-COARSE = 8  # a limit on the overhead gives no line: the first steps from what fits unplanned are so large a part of it
+LOOSE = 0.5  # of overhead: a limit below it gives no line
+COARSE = 8  # the first steps from what fits unplanned are so large a part of it then
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
 LAST_SECONDS = 10.0  # for the plan of what fits unplanned, once Ctrl-C has come
 
@@ -313,12 +314,13 @@ class _Search:
             self.unplanned = largest(
                 self._fits_unplanned, self._where_a_line_ends(lambda step: step.unplanned_budget_bytes)
             )
-            guess = max(self.unplanned, 1)
-            if self._overhead is None:
+            guess, coarse = max(self.unplanned, 1), 1
+            if self._overhead is None or (self._overhead != "one-forward" and float(self._overhead) >= LOOSE):
                 guess = max(guess, self._where_a_line_ends(self._least_bytes))
                 if guess > FAR:
                     guess = max(self.unplanned, self._where_a_line_ends(self._least_bytes, guess))
-            coarse = 1 if self._overhead is None else max(guess // COARSE, 1)
+            else:
+                coarse = max(guess // COARSE, 1)
             return largest(self._captured_fits, max(largest(self._captured_fits, guess, coarse), 1))
         except _Interrupted:
             return self._at_hand()
