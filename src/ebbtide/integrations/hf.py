@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -61,6 +62,7 @@ class MemoryBudget(TrainerCallback):
         self.calls: Calls | None = None
         self.plan: Plan | None = None
         self._fitted: torch.nn.Module | None = None
+        self._training: Callable[[], TrainerState | None] = lambda: None
         self._checkpointed = False
         self._head: Patch | None = None
 
@@ -82,7 +84,7 @@ class MemoryBudget(TrainerCallback):
                 argument="step",
                 value="inside",
             )
-        _release_planned(model, state)
+        _release_other(model, self, state)
         self._release()  # where the training before did not come to its end
         self._uncheckpoint(model)
         if _is_of_trl(args):
@@ -91,8 +93,8 @@ class MemoryBudget(TrainerCallback):
             set_optimizer(model, optimizer)
             return
         fit(model, self._budget, optimizer=optimizer, options=_options_for(args, self._options))
-        self._fitted = model
-        _PLANNED[model] = weakref.ref(state)
+        self._fitted, self._training = model, weakref.ref(state)
+        _PLANNED[model] = weakref.ref(self)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -105,6 +107,16 @@ class MemoryBudget(TrainerCallback):
         if self._checkpointed:
             self._checkpointed = False
             _checkpoint_again(model, args)
+
+    def is_of(self, training: TrainerState) -> bool:
+        """Whether the model was fitted for this training."""
+        return self._training() is training
+
+    def release(self) -> None:
+        """Leave the model as it was before, if it is still fitted."""
+        if self._fitted is not None and self._fitted in FITTED:
+            self._look(self._fitted)
+        self._release()
 
     def _look(self, model: torch.nn.Module) -> None:
         step = step_of(model)
@@ -125,25 +137,29 @@ class MemoryBudget(TrainerCallback):
             self._checkpointed = True
 
 
-_PLANNED: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[TrainerState]] = weakref.WeakKeyDictionary()
-"""In which training a callback has fitted a model."""
+_PLANNED: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[MemoryBudget]] = weakref.WeakKeyDictionary()
+"""Which callback fitted a model."""
 
 
-def _release_planned(model: torch.nn.Module, state: TrainerState) -> None:
-    """Leave a model as it was before a callback fitted it, in a training that is over (definition 4).
+def _release_other(model: torch.nn.Module, callback: MemoryBudget, state: TrainerState) -> None:
+    """Leave a model as it was before another callback fitted it, in a training that is over (definition 4).
 
     Raises:
         UsageError: if it is this training.
     """
-    training = _PLANNED.pop(model, None)
-    if training is None or model not in FITTED:
+    planned = _PLANNED.pop(model, None)
+    if planned is None or model not in FITTED:
         return
-    if training() is state:
-        raise UsageError(
-            "the trainer has two MemoryBudgets, and a step has one budget: leave one in its callbacks",
-            argument="callbacks",
-        )
-    unfit(model)
+    other = planned()
+    if other is None:
+        unfit(model)
+    elif other is not callback:
+        if other.is_of(state):
+            raise UsageError(
+                "the trainer has two MemoryBudgets, and a step has one budget: leave one in its callbacks",
+                argument="callbacks",
+            )
+        other.release()
 
 
 def _checkpoint_again(model: Any, args: TrainingArguments) -> None:
