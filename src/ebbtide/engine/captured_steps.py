@@ -72,6 +72,7 @@ class CapturedSteps:
     configuration: Configuration
     _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     _counted: dict[object, _Counted] = field(default_factory=dict[object, _Counted])
+    _not_graphs: set[object] = field(default_factory=set[object])
     _kinds: Kinds = field(default_factory=Kinds)
     _numbers: Numbers = field(default_factory=Numbers)
     _forgot: bool = False
@@ -176,6 +177,14 @@ class CapturedSteps:
         """Plan every step anew: what was asked for has changed."""
         for step in self.all():
             step.forget_plans()
+
+    def is_no_graph(self, now: CallContext) -> bool:
+        """Whether calls like this have nothing to train and are no graph either."""
+        return now.key in self._not_graphs
+
+    def note_no_graph(self, now: CallContext) -> None:
+        """Note that calls like this have nothing to train and are no graph either: they run as they are."""
+        self._not_graphs.add(now.key)
 
     # -- captures without end -----------------------------------------------------------------------------------
 

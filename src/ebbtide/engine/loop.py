@@ -58,6 +58,7 @@ from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.autograd import release_failed_backward
 from ebbtide.torch_seams.storages import parameters_in
+from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.units import format_allowed, format_count
 
 __all__ = ["CHANGED", "FIRST", "OTHER_WAY", "train"]
@@ -98,6 +99,8 @@ def train(
     with _begun(model, call) as handled:
         while True:
             now = _look(model, call, attempts)
+            if model.steps.is_no_graph(now):
+                return _as_it_is(model, call)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
             fresh = not step.piece.capture.is_made
@@ -119,10 +122,13 @@ def train(
                     raise
                 forget_frames(error, handled)
                 error.with_traceback(None)  # this frame is in it, and holds the attempts, which hold the error
-            except (CaptureError, InternalError):
-                if not step.piece.capture.symbolic or step.forward_calls:
+            except (CaptureError, InternalError) as error:
+                if step.piece.capture.symbolic and not step.forward_calls:
+                    attempts.reject(step, model.steps, now)
+                elif _takes_gradients(call, now):
                     raise
-                attempts.reject(step, model.steps, now)
+                else:
+                    return _unless_trained(model, call, now, error)
 
 
 @contextmanager
@@ -158,7 +164,7 @@ def _look(model: FittedModel, call: Call, attempts: Attempts) -> CallContext:
     now = model.observe(call)
     if optimizers.in_backward is not None:
         optimizers.in_backward.refuse_surroundings(call.module, checkpointed=now.checkpointed, hooked=bool(now.hooks))
-    if now.pending and attempts.first and not now.checkpointed:
+    if now.pending and attempts.first and not now.checkpointed and not model.steps.is_no_graph(now):
         own = [each for each in now.pending if each.siblings is model.pending]
         if own and not any(model.learned.windows.expects_forwards(each.overlap.call_slot) for each in own):
             warn_of_forward("another forward of this model")
@@ -180,6 +186,21 @@ def _as_it_is(model: FittedModel, call: Call) -> Any:
     model.calls.count_unplanned(NOTHING_TO_TRAIN)
     outputs = call.forward(call.module, *call.args, **call.kwargs)
     leave(watches_of(returned_tensors(outputs)))
+    return outputs
+
+
+def _takes_gradients(call: Call, now: CallContext) -> bool:
+    """Whether a parameter or an argument of ``call`` does, as far as can be seen."""
+    arguments = tree_leaves((call.args, call.kwargs))
+    return any(now.trained) or any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
+
+
+def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exception) -> Any:
+    """``call`` as it is, though it is no graph; what is hidden and takes gradients raises ``error``: it says why."""
+    outputs = _as_it_is(model, call)
+    if any(each.requires_grad for each in returned_tensors(outputs)):
+        raise error
+    model.steps.note_no_graph(now)
     return outputs
 
 
