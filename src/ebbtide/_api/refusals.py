@@ -28,6 +28,7 @@ from ebbtide.optimizer.in_step.coupling import refuse_coupled_steps
 from ebbtide.optimizer.state.combined import parts_of
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.fake_tensors import FakeTensor
+from ebbtide.user_objects import is_a
 
 __all__ = [
     "refuse_foreign_optimizer",
@@ -175,7 +176,7 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
     refuse_offload_hooks(model)
     _refuse_lazy(model)
     _refuse_many_devices(model)
-    given = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    given = (leaf for leaf in pytree.tree_leaves(arguments) if is_a(leaf, torch.Tensor))
     for name, tensor in itertools.chain(_tensors(model), (("an argument", tensor) for tensor in given)):
         if not tensor.is_meta:
             _refuse_device(name, tensor)

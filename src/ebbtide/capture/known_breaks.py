@@ -13,7 +13,9 @@ import torch
 
 from ebbtide.torch_seams.context_variables import STAYS_SET
 from ebbtide.torch_seams.input_branches import TELLS_NAN
+from ebbtide.torch_seams.storages import buffer_table
 from ebbtide.torch_seams.tracing import PYTHON_DRAWS
+from ebbtide.user_objects import attributes_of
 
 __all__ = ["LAUNCHES_AS_OPS", "is_only_in_traces", "known_break"]
 
@@ -287,8 +289,8 @@ def is_only_in_traces(said: str, line: str) -> bool:
 
 def _counts_batches(module: torch.nn.Module) -> bool:
     """Whether ``module`` is a batch norm whose momentum is how many batches it has seen."""
-    counts = getattr(module, "momentum", 0.0) is None and module.training
-    return counts and getattr(module, "num_batches_tracked", None) is not None
+    counts = attributes_of(module).get("momentum", 0.0) is None and module.training
+    return counts and buffer_table(module).get("num_batches_tracked") is not None
 
 
 def _layerdrop(module: torch.nn.Module) -> tuple[str, str]:
@@ -302,11 +304,11 @@ def _layerdrop(module: torch.nn.Module) -> tuple[str, str]:
 
 def _rates(module: torch.nn.Module) -> Iterator[str]:
     """The fields that say how often layers are left out, of the model's configuration or else of its modules."""
-    config = getattr(module, "config", None)
+    config = attributes_of(module).get("config")
     read: Callable[[object], Iterator[str]] = lambda owner: (  # noqa: E731
         f"{name}={value}"
-        for name, value in vars(owner).items()
+        for name, value in attributes_of(owner).items()
         if re.search(r"layer_?drop", name) and isinstance(value, float) and value > 0
     )
-    found = [f"config.{each}" for each in read(config)] if hasattr(config, "__dict__") else []
+    found = [f"config.{each}" for each in read(config)]
     yield from found or (each for one in module.modules() for each in read(one))

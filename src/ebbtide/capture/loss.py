@@ -64,10 +64,10 @@ def _name_leaves(value: Any, name: str | None, leaves: list[tuple[str | None, to
     elif isinstance(value, dict):
         for key, each in value.items():
             _name_leaves(each, key if isinstance(key, str) else name, leaves)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+    elif isinstance(value, tuple) and hasattr(type(value), "_fields"):
         for key in getattr(value, "_fields", ()):
             _name_leaves(getattr(value, key), key, leaves)
-    elif isinstance(value, tuple | list):
+    elif type(value) is tuple or type(value) is list:  # others are the user's, and stay what they are
         for each in value:
             _name_leaves(each, name, leaves)
 
@@ -87,11 +87,11 @@ def _mark(value: Any, named: bool, candidates: list[torch.Tensor], marked: list[
             return OrderedDict(items.items())
         # Hugging Face's outputs are ordered dictionaries that take their fields by keyword.
         return type(value)(**items) if all(isinstance(key, str) for key in items) else value
-    if isinstance(value, list):
+    if type(value) is list:
         return [_mark(each, named, candidates, marked) for each in value]
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(type(value), "_fields")):
         items = [_mark(each, named, candidates, marked) for each in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return tuple(items) if type(value) is tuple else type(value)(*items)
     return value
 
 

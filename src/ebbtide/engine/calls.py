@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.engine.gradient_watcher import Backwards, GradientWatcher, backwards_so_far
 from ebbtide.errors import UsageError
@@ -129,8 +130,7 @@ class Watched(NamedTuple):
 
 
 _Fitted = Callable[[], Iterable[Watched]]
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictionary[torch.nn.Module, _OfOptimizer]]
-_seen = weakref.WeakKeyDictionary()
+_seen: MutableMapping[torch.optim.Optimizer, MutableMapping[torch.nn.Module, _OfOptimizer]] = WeakIdKeyDictionary()
 _handles: list[Any] = []
 
 
@@ -186,7 +186,7 @@ def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]
     models = list(fitted())
     stepping = optimizer()
     assert stepping is not None
-    of_optimizer = _seen.setdefault(stepping, weakref.WeakKeyDictionary())
+    of_optimizer = _seen.setdefault(stepping, WeakIdKeyDictionary())
     backwards = backwards_so_far()
     for each in models:
         of_model = of_optimizer.get(each.model)

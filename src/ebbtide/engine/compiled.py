@@ -54,6 +54,7 @@ from ebbtide.torch_seams.dynamo import sizes_as_symbols
 from ebbtide.torch_seams.eager_answers import Answers
 from ebbtide.torch_seams.input_branches import Question, other_answer
 from ebbtide.torch_seams.trees import tree_leaves
+from ebbtide.user_objects import is_a
 
 __all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
 
@@ -291,7 +292,7 @@ class Capture:
         """While open, Dynamo takes the changing dimensions of a call's tensors as symbols."""
         if self._changing is None:
             return nullcontext()
-        tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(call) if is_a(leaf, torch.Tensor)]
         return sizes_as_symbols(tensors, self._changing)
 
     # -- the partitioner ------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.capture.trace import without_model
 from ebbtide.engine.calls import Watched
@@ -43,8 +43,8 @@ from ebbtide.torch_seams.compile_mode import (
 
 __all__ = ["FITTED", "fitted_class", "watched_of_fitted"]
 
-FITTED: weakref.WeakKeyDictionary[torch.nn.Module, FittedModel] = weakref.WeakKeyDictionary()
-"""All fitted models."""
+FITTED: MutableMapping[torch.nn.Module, FittedModel] = WeakIdKeyDictionary()
+"""All fitted models, told apart by identity: a module may have an ``==`` of its own."""
 
 _NO_GRADIENTS = "no gradients (torch.no_grad or inference_mode)"
 

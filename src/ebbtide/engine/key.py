@@ -11,23 +11,24 @@ What a key does not tell, torch's guards do: a key may have several steps.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import types
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from ebbtide.cost.cache import product_precisions
 from ebbtide.torch_seams.hooks import global_hooks
 from ebbtide.torch_seams.trees import tree_flatten
+from ebbtide.user_objects import attributes_of, builtin_of, elements_of, is_a
 
-__all__ = ["CallSlot", "Code", "key_of", "modes_of", "part_of", "with_sizes"]
+__all__ = ["CallSlot", "Code", "key_of", "modes_of", "part_of", "structure_of", "with_sizes"]
 
 _DEPTH = 6
 _LONG = 256
-_VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, type)
+_VALUES = (type(None), torch.dtype, torch.device, torch.layout)
 _FUNCTIONS = (types.FunctionType, classmethod, staticmethod)
 
 
@@ -48,7 +49,13 @@ class CallSlot(NamedTuple):
 def key_of(modes: object, args: Any, kwargs: Any) -> object:
     """The key of one training call. Two calls of one key may still be different steps: torch's guards know."""
     leaves, spec = tree_flatten((args, kwargs))
-    return (tuple(part_of(leaf, with_sizes) for leaf in leaves), str(spec), modes)
+    return (tuple(part_of(leaf, with_sizes) for leaf in leaves), structure_of(spec), modes)
+
+
+def structure_of(spec: Any) -> object:
+    """The key of how arguments are nested; the text of a ``TreeSpec`` would be asked of the keys of dictionaries."""
+    inner = tuple(map(structure_of, spec.children()))
+    return None if spec.type is None else (_name_of(spec.type), part_of(spec.context, with_sizes), inner)
 
 
 def part_of(value: object, of_tensor: Callable[[torch.Tensor], object]) -> object:
@@ -64,29 +71,40 @@ class _Reader:
         self._seen: set[int] = set()
 
     def read(self, value: object, depth: int) -> object:
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             return self._of_tensor(value)
-        kind = type(value)
-        if isinstance(value, _VALUES):
+        kind = _name_of(type(value))
+        if is_a(value, *_VALUES):
             return (kind, repr(value))
-        if isinstance(value, types.FunctionType):
+        if (bare := builtin_of(value)) is not None:
+            return (kind, repr(bare))
+        if is_a(value, type):
+            return (kind, type.__repr__(value))
+        if is_a(value, types.FunctionType):
             return (kind, value.__code__)
-        if hasattr(value, "__array_interface__"):
-            array = cast("Any", value)
+        if is_a(value, numpy.ndarray):
+            array = numpy.ndarray.view(value, numpy.ndarray)
             return (kind, array.shape, array.strides, str(array.dtype))
-        if depth == 0 or id(value) in self._seen or isinstance(value, torch.nn.Module | types.ModuleType):
+        if depth == 0 or id(value) in self._seen or is_a(value, torch.nn.Module, types.ModuleType):
             return kind
         self._seen.add(id(value))
-        if isinstance(value, list | tuple):
-            elements = cast("list[object]", value)
-            return (kind, len(elements), tuple(self.read(each, depth - 1) for each in elements[:_LONG]))
-        held: Mapping[object, object] = {}
-        if isinstance(value, Mapping):
-            held = cast("Mapping[object, object]", value)
-        elif hasattr(value, "__dict__"):
-            held = cast("Mapping[object, object]", vars(value))
-        named = itertools.islice(held.items(), _LONG)
-        return (kind, len(held), tuple((repr(name), self.read(each, depth - 1)) for name, each in named))
+        if is_a(value, dict):
+            return (kind, dict.__len__(value), self._named(dict.items(value), depth))
+        if (found := elements_of(value)) is not None and is_a(value, list, tuple):
+            count, elements = found
+            return (kind, count, tuple(self.read(each, depth - 1) for each in itertools.islice(elements, _LONG)))
+        held = attributes_of(value)
+        return (kind, len(held), self._named(held.items(), depth))
+
+    def _named(self, items: Iterable[tuple[object, object]], depth: int) -> tuple[object, ...]:
+        return tuple(
+            (self.read(name, depth - 1), self.read(each, depth - 1)) for name, each in itertools.islice(items, _LONG)
+        )
+
+
+def _name_of(kind: type) -> object:
+    """What stands for a class in a key: itself, or its text if it has a metaclass, which may have no hash."""
+    return kind if type(kind) is type else type.__repr__(kind)
 
 
 def with_sizes(tensor: torch.Tensor) -> object:

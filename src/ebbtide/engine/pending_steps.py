@@ -47,6 +47,7 @@ from ebbtide.torch_seams.storages import StorageWatch
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.transfers.arena import Arena
 from ebbtide.units import format_bytes
+from ebbtide.user_objects import attributes_of, elements_of, is_a
 
 __all__ = [
     "PendingStep",
@@ -405,13 +406,11 @@ def _refuse_changed_inputs(node: weakref.ref[Any], _: Any) -> None:
 def returned_tensors(outputs: object, depth: int = 2) -> Iterator[torch.Tensor]:
     """Tensors of what a forward returned, in objects that torch's containers do not know as well."""
     for leaf in tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor):
+        if is_a(leaf, torch.Tensor):
             yield leaf
-        elif depth and not isinstance(leaf, type | torch.nn.Module):
-            slots = (vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__)
-            names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
-            held = [getattr(leaf, name, None) for name in names if name not in {"__dict__", "__weakref__"}]
-            for value in (*held, *getattr(leaf, "__dict__", {}).values()):
+        elif depth and not is_a(leaf, type, torch.nn.Module):
+            inside = elements_of(leaf)
+            for value in (*(inside[1] if inside else ()), *attributes_of(leaf).values()):
                 yield from returned_tensors(value, depth - 1)
 
 

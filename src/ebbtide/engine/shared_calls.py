@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ebbtide.engine.compiled import Call, Capture
-from ebbtide.engine.key import part_of, with_sizes
+from ebbtide.engine.key import part_of, structure_of, with_sizes
 from ebbtide.torch_seams.trees import tree_flatten
+from ebbtide.user_objects import is_a
 
 __all__ = ["Kinds"]
 
@@ -64,10 +65,10 @@ class Kinds:
             another_way: whether its shape was captured, in another way through the model.
         """
         leaves, spec = tree_flatten((call.args, call.kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if is_a(leaf, torch.Tensor)]
         if any(not each.is_contiguous() for each in tensors):
             return None
-        kind = self._kinds.setdefault((rest, str(spec), tuple(_part_of(leaf) for leaf in leaves)), _Kind())
+        kind = self._kinds.setdefault((rest, structure_of(spec), tuple(_part_of(leaf) for leaf in leaves)), _Kind())
         shapes = tuple(tuple(each.shape) for each in tensors)
         if kind.failures >= MOST_FAILURES:
             return None
@@ -98,7 +99,7 @@ class Kinds:
 
 def _part_of(leaf: object) -> object:
     """The key of an argument but for the sizes of a tensor; those inside of other objects stay what they are."""
-    return _without_sizes(leaf) if isinstance(leaf, torch.Tensor) else part_of(leaf, with_sizes)
+    return _without_sizes(leaf) if is_a(leaf, torch.Tensor) else part_of(leaf, with_sizes)
 
 
 def _without_sizes(tensor: torch.Tensor) -> object:

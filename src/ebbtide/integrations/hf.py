@@ -14,11 +14,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide._api.fit import calls_of, fit, set_optimizer, step_of, unfit
 from ebbtide.engine.calls import Calls
@@ -137,7 +138,7 @@ class MemoryBudget(TrainerCallback):
             self._checkpointed = True
 
 
-_PLANNED: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[MemoryBudget]] = weakref.WeakKeyDictionary()
+_PLANNED: MutableMapping[torch.nn.Module, weakref.ref[MemoryBudget]] = WeakIdKeyDictionary()
 """Which callback fitted a model."""
 
 

@@ -107,7 +107,7 @@ def refuse_methods(module: LightningModule, names: Sequence[str]) -> None:
     for name in names:
         method = getattr(module, name, None)
         if not callable(method) or isinstance(method, torch.nn.Module):
-            known = [each for each in vars(type(module)) if callable(getattr(module, each))]
+            known = [name for name, each in vars(type(module)).items() if callable(each)]
             raise UsageError(
                 f"losses: {kind} has no method {name!r}{did_you_mean(name, known)}; a module in it is fitted by "
                 "itself, inside of a method that computes the loss with it",

@@ -24,6 +24,7 @@ from ebbtide.torch_seams.storages import (
     parts_of,
     storage_key,
 )
+from ebbtide.user_objects import attributes_of, elements_of, is_a, is_mapping
 
 __all__ = [
     "as_stepping",
@@ -42,39 +43,45 @@ __all__ = [
 ]
 
 
-_CONTAINERS = (list, tuple, set, frozenset)  # not `list | ...`, which is made anew at every question
-
-
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
     """Every tensor with memory reachable from ``root``: a module, an optimizer, a tensor, or a container of these."""
-    if isinstance(root, torch.Tensor):
+    return _reachable(root, set())
+
+
+def _reachable(root: object, entered: set[int]) -> Iterator[torch.Tensor]:
+    if is_a(root, torch.Tensor):
         if is_offloaded(root):
             return
         yield from parts_of(root)
         if root.is_leaf and (gradient := gradient_of(root)) is not None:
             yield from parts_of(gradient)
-    elif isinstance(root, torch.nn.Module):
+    elif is_a(root, torch.nn.Module):
         yield from _tensors_of(root)
-    elif isinstance(root, torch.optim.Optimizer):
+    elif is_a(root, torch.optim.Optimizer):
         for each in optimizers_in(root):
-            yield from tensors_in(held_by(each))
+            yield from _reachable(held_by(each), entered)
             yield from tensors_in(parameters_stepped_by(each))
-    elif isinstance(root, _CONTAINERS):
-        for value in root:
-            yield from tensors_in(value)
-    elif isinstance(root, Mapping):
-        for value in root.values():
-            yield from tensors_in(value)
+    elif (found := _held(root)) is not None and id(root) not in entered:
+        entered.add(id(root))  # around itself, for a container may hold itself
+        for value in found:
+            yield from _reachable(value, entered)
+        entered.discard(id(root))
+
+
+def _held(value: object) -> Iterable[object] | None:
+    """What a container holds; ``None`` if it is none."""
+    if (found := elements_of(value)) is not None:
+        return found[1]
+    return attributes_of(value).values() if is_mapping(value) else None
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """``optimizer``, and those that it holds and steps itself (lookahead, SAM, accelerate's, lists of some)."""
     found = [optimizer]
     for each in found:
-        for value in vars(each).values():
-            held = list(value.values()) if isinstance(value, dict) else value
-            for one in held if isinstance(held, list | tuple) else (held,):
-                if isinstance(one, torch.optim.Optimizer) and not any(one is known for known in found):
+        for value in attributes_of(each).values():
+            for one in _held(value) or (value,):
+                if is_a(one, torch.optim.Optimizer) and not any(one is known for known in found):
                     found.append(one)
     return found
 
@@ -102,11 +109,11 @@ def held_by(optimizer: torch.optim.Optimizer) -> tuple[list[object], list[torch.
     seen = set[int]()
     found: list[torch.Tensor] = []
     for value in open_values:
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             found.append(value)
-        elif isinstance(value, Mapping | list | tuple | set | frozenset) and id(value) not in seen:
+        elif id(value) not in seen and (held := _held(value)) is not None:
             seen.add(id(value))
-            open_values += value.values() if isinstance(value, Mapping) else value
+            open_values += held
     return kept_by(optimizer), found
 
 

@@ -22,6 +22,7 @@ from torch import fx
 from torch._guards import TracingContext
 
 from ebbtide.torch_seams.patches import Attribute, Setting, patched, wrapped
+from ebbtide.user_objects import is_a
 
 __all__ = [
     "boxed",
@@ -200,6 +201,6 @@ def _count_of_plain(value: Any) -> int:
     """How many plain tensors it is made of; what is wrapped may wrap others."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    if not is_traceable_wrapper_subclass(value):
+    if not is_a(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
         return 1
     return sum(_count_of_plain(getattr(value, name)) for name in value.__tensor_flatten__()[0])

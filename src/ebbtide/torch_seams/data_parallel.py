@@ -8,18 +8,18 @@ remembers it: that is how a model learns that it is inside of one.
 from __future__ import annotations
 
 import weakref
+from collections.abc import MutableMapping
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.torch_seams.storages import storage_key
 
 __all__ = ["bucket_bytes", "is_alone"]
 
-_WRAPPERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedDataParallel]] = (
-    weakref.WeakKeyDictionary()
-)
+_WRAPPERS: MutableMapping[torch.nn.Module, weakref.ref[DistributedDataParallel]] = WeakIdKeyDictionary()
 
 
 def bucket_bytes(module: torch.nn.Module) -> int:

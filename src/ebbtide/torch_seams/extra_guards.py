@@ -10,6 +10,7 @@ Dynamo guards what it has read, but for these, which get a guard of their own wh
 5. *Single values*: an attribute of a dictionary of a class of its own, or of a ``functools.partial``, a ``deque``'s
    ``maxlen``, the sign of a zero.
 6. *Code* (``code_guards``).
+7. *Lengths* of containers whose class has a ``len()`` of its own, which Dynamo would ask: what they hold is counted.
 
 What would be of the captured call alone is refused: how often a tensor has been written to, and an offloaded tensor.
 """
@@ -28,9 +29,19 @@ from typing import Any
 import torch
 
 from ebbtide.torch_seams.code_guards import guard_classes, guard_code, of_builtins, of_functions, of_registers
-from ebbtide.torch_seams.guard_makers import PLAIN, Held, can_change, finder, guard_anywhere, guard_at, of_this_trace
+from ebbtide.torch_seams.guard_makers import (
+    PLAIN,
+    Held,
+    add_guard,
+    can_change,
+    finder,
+    guard_anywhere,
+    guard_at,
+    of_this_trace,
+)
 from ebbtide.torch_seams.offloaded import is_offloaded
 from ebbtide.torch_seams.patches import Attribute, Item, wrapped
+from ebbtide.user_objects import elements_of, has_own
 
 __all__ = ["OFFLOADED_READ", "VERSION_READ", "extra_guards"]
 
@@ -53,7 +64,7 @@ _Below = Callable[..., Any]
 
 @contextmanager
 def extra_guards() -> Iterator[None]:
-    """While open, captures of this thread guard definitions 1 to 6."""
+    """While open, captures of this thread guard definitions 1 to 7."""
     from torch._dynamo import symbolic_convert, variables
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
@@ -81,6 +92,7 @@ def extra_guards() -> Iterator[None]:
         (variables.UserFunctionVariable, "get_code", of_functions),
         (InstructionTranslatorBase, "load_builtin", of_builtins),
         (OutputGraph, "compile_and_call_fx_graph", _of_trace),
+        (torch._guards.Guard, "create", _of_lengths),
     ]
     for kind in ("UserFunctionVariable", "UserMethodVariable", "PythonModuleVariable"):
         for method in (*_READING, "call_obj_hasattr"):
@@ -126,6 +138,27 @@ def _of_keys(below: _Below) -> _Below:
 def _guard_keys(source: Any) -> None:
     if can_change(source) and source.name != _KEYWORDS:
         guard_at(source, "keys", "keys in this order", _same_keys)
+
+
+def _of_lengths(below: _Below) -> _Below:
+    def create(guard: Any, builder: Any) -> Any:
+        if guard.create_fn_name() == "SEQUENCE_LENGTH":
+            value, name = builder.get(guard), guard.originating_source.name
+            if (found := elements_of(value)) is not None and has_own(type(value), "__len__"):
+                check, find = _same_count(type(value), found[0]), finder(name, builder.scope["G"])
+                add_guard(builder, guard, lambda in_locals: check(find(in_locals)), f"what {name} holds")
+                return None
+        return below(guard, builder)
+
+    return create
+
+
+def _same_count(kind: type, count: int) -> Callable[[Any], bool]:
+    def same(now: Any) -> bool:
+        found = elements_of(now)
+        return type(now) is kind and found is not None and found[0] == count
+
+    return same
 
 
 def _of_missing_keys(below: _Below) -> _Below:

@@ -15,7 +15,7 @@ from torch._guards import TracingContext
 
 from ebbtide.errors import InternalError
 
-__all__ = ["PLAIN", "Held", "can_change", "finder", "guard_anywhere", "guard_at", "of_this_trace"]
+__all__ = ["PLAIN", "Held", "add_guard", "can_change", "finder", "guard_anywhere", "guard_at", "of_this_trace"]
 
 _ASKED = "_ebbtide_asked"  # of a trace: what it has guards for
 PLAIN = (str, int, bool, float, bytes, type(None))
@@ -43,7 +43,7 @@ def guard_at(
 
     def install(builder: Any, guard: Any) -> None:
         check, find = check_of(builder.get(guard)), finder(source.name, builder.scope["G"])
-        _add(builder, guard, lambda in_locals: check(find(in_locals)), f"{says}: {source.name}")
+        add_guard(builder, guard, lambda in_locals: check(find(in_locals)), f"{says}: {source.name}")
 
     install_guard(source.make_guard(install))
 
@@ -72,12 +72,12 @@ def guard_anywhere(kind: object, says: str, check: Callable[[Mapping[str, Any], 
 
     def install(builder: Any, guard: Any) -> None:
         in_globals = builder.scope["G"]
-        _add(builder, guard, lambda in_locals: check(in_locals, in_globals), says)
+        add_guard(builder, guard, lambda in_locals: check(in_locals, in_globals), says)
 
     install_guard(GlobalStateSource().make_guard(install))
 
 
-def _add(builder: Any, guard: Any, check: Callable[[Mapping[str, Any]], bool], says: str) -> None:
+def add_guard(builder: Any, guard: Any, check: Callable[[Mapping[str, Any]], bool], says: str) -> None:
     """Add ``check`` of the locals of a call.
 
     Raises:

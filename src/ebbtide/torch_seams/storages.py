@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
 from ebbtide.torch_seams.offloaded import is_offloaded
 from ebbtide.torch_seams.optimizers import gradient_of
+from ebbtide.user_objects import attributes_of, declares, elements_of, is_a, is_mapping
 
 __all__ = [
     "StorageWatch",
@@ -26,7 +26,10 @@ __all__ = [
 ]
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size])
+_PLAIN = frozenset(
+    map(id, [type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size])
+)
+"""Numbers of classes: a class of a user's may have a metaclass without a hash."""
 _DEPTH = 4  # of containers in containers
 _MANY, _SAMPLE = 256, 16
 _TORCHS = "torch.nn.modules."
@@ -136,8 +139,8 @@ def _attributes(module: torch.nn.Module) -> Sequence[object]:
 def _is_plain(value: object) -> bool:
     """Whether it is no tensor and holds none, as is told at once; kernel sizes, strides and paddings among them."""
     if (kind := type(value)) is tuple or kind is list:
-        return len(value) <= _SAMPLE and _PLAIN.issuperset(map(type, value))  # type: ignore[arg-type]
-    return kind in _PLAIN
+        return len(value) <= _SAMPLE and _PLAIN.issuperset(map(id, map(type, value)))  # type: ignore[arg-type]
+    return id(kind) in _PLAIN
 
 
 def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]:
@@ -146,14 +149,14 @@ def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]
     looked_into: dict[int, tuple[int, object]] = {}  # a configuration is an attribute of every layer
     while waiting:
         value, depth = waiting.pop()
-        if type(value) in _PLAIN:
+        if id(type(value)) in _PLAIN:
             continue
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             if has_memory(value):
                 yield value
             if value.is_leaf and (gradient := gradient_of(value)) is not None:
                 waiting.append((gradient, 0))
-        elif isinstance(value, torch.nn.Module):
+        elif is_a(value, torch.nn.Module):
             if id(value) not in seen:
                 seen.add(id(value))
                 tables = (value._parameters, value._buffers, value._modules)
@@ -161,29 +164,28 @@ def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]
                 waiting += ((each, depth) for each in _attributes(value))
         elif depth and (id(value) not in looked_into or looked_into[id(value)][0] < depth):
             looked_into[id(value)] = depth, value  # which keeps its number
-            waiting += [(each, depth - 1) for each in _elements(value) if type(each) not in _PLAIN]
+            waiting += _elements(value, depth)
 
 
-def _elements(value: object) -> Collection[object]:
-    """What a container or a dataclass holds."""
-    elements: Collection[object] = ()
-    kind = type(value)  # isinstance asks the value itself, which may have a way of its own to answer
-    if issubclass(kind, list | tuple | set | frozenset | collections.deque):
-        elements = value  # type: ignore[assignment]
-    elif issubclass(kind, Mapping):
-        values = value.values()  # type: ignore[attr-defined]
-        elements = values if isinstance(values, Collection) else tuple(values)  # a weak dictionary's are a generator
-    elif dataclasses.is_dataclass(kind) and not issubclass(kind, type):
-        elements = vars(value).values() if hasattr(value, "__dict__") else ()
-    if len(elements) > _MANY and all(type(each) in _PLAIN for each, _ in zip(elements, range(_SAMPLE), strict=False)):
-        return ()
-    return list(elements)
+def _elements(value: object, depth: int) -> list[tuple[object, int]]:
+    """What a container, a dataclass or a mapping holds that may be a tensor, and how deep to look into it."""
+    if (found := elements_of(value)) is None:
+        mapping = is_mapping(value)
+        if not mapping and (is_a(value, type) or not declares(type(value), "__dataclass_fields__")):
+            return []
+        deeper = depth if mapping else depth - 1  # a mapping of Python code keeps its values in a dictionary
+        return [(each, deeper) for each in attributes_of(value).values() if id(type(each)) not in _PLAIN]
+    count, each = found
+    first = list(islice(each, _SAMPLE))
+    if count > _MANY and _PLAIN.issuperset(map(id, map(type, first))):
+        return []
+    return [(held, depth - 1) for held in (*first, *each) if id(type(held)) not in _PLAIN]
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors whose storages are the memory of ``tensor``: itself, or what a sparse or wrapping one is made of."""
-    if isinstance(flatten := getattr(tensor, "__tensor_flatten__", None), Callable):
-        for name in flatten()[0]:
+    if (flatten := getattr(type(tensor), "__tensor_flatten__", None)) is not None:
+        for name in flatten(tensor)[0]:
             yield from parts_of(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())

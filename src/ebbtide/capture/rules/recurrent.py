@@ -30,6 +30,7 @@ from torch import Tensor, fx
 from torch.nn.utils.rnn import PackedSequence
 
 from ebbtide.torch_seams import trees as pytree
+from ebbtide.user_objects import is_a
 
 __all__ = ["packed_sequence_refusal", "unroll_recurrent"]
 
@@ -179,9 +180,9 @@ def packed_sequence_refusal(arguments: object, error_text: str) -> str | None:
         arguments: of the call, in any containers.
         error_text: what Dynamo said.
     """
-    leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: isinstance(value, PackedSequence))
+    leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_a(value, PackedSequence))
     packs_inside = "pack_padded_sequence" in error_text or "pad_packed_sequence" in error_text
-    if not packs_inside and not any(isinstance(leaf, PackedSequence) for leaf in leaves):
+    if not packs_inside and not any(is_a(leaf, PackedSequence) for leaf in leaves):
         return None
     return (
         "A PackedSequence has as many rows in each step as its data says, and the bytes of a step cannot be planned "

@@ -32,6 +32,7 @@ from ebbtide.torch_seams.dispatcher import Draws
 from ebbtide.torch_seams.fake_tensors import without_modes
 from ebbtide.torch_seams.optimizers import hook_bases, parameters_stepped_by, steps_otherwise
 from ebbtide.torch_seams.storages import storage_key
+from ebbtide.user_objects import builtin_of, elements_of, is_a
 
 __all__ = ["refuse_coupled_steps"]
 
@@ -56,7 +57,7 @@ def refuse_coupled_steps(optimizer: torch.optim.Optimizer) -> None:
         or "defaults" not in vars(optimizer)
     ):
         inner = vars(optimizer).get("optimizer")
-        which = f"its .optimizer, a {type(inner).__name__}" if isinstance(inner, torch.optim.Optimizer) else "the one"
+        which = f"its .optimizer, a {type(inner).__name__}" if is_a(inner, torch.optim.Optimizer) else "the one"
         raise _refusal(f"{kind} holds other optimizers; give {which}, that steps")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise _refusal("LBFGS takes one step for all of its parameters together, by calling a closure several times")
@@ -138,16 +139,16 @@ def _all_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def _written(value: object) -> str:
     """What can be compared of ``value``, as text: of a dictionary what it holds, in whatever order."""
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         bits = value.detach()
         if bits.is_floating_point() or bits.is_complex():  # of what is no number the bits are nobody's business
             bits = torch.where(bits.isnan(), torch.full_like(bits, torch.nan), bits)
         return f"{tuple(bits.shape)} {bits.dtype} {bits.contiguous().view(-1).view(torch.uint8).tolist()}"
-    if isinstance(value, dict | set):
-        return str(sorted(map(_written, value.values() if isinstance(value, dict) else value)))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    if isinstance(value, list | tuple) and not is_plain(value):
-        return str(list(map(_written, value)))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return repr(value) if is_plain(value) else ""
+    if is_a(value, dict, set, list, tuple) and not is_plain(value) and (found := elements_of(value)) is not None:
+        inside = list(map(_written, found[1]))
+        return str(sorted(inside) if is_a(value, dict, set) else inside)
+    bare = builtin_of(value)
+    return repr(value if bare is None else bare) if is_plain(value) else ""
 
 
 _OF_EVERY, _HOOKS = ("param_groups", "state", "defaults"), "_optimizer_"
@@ -196,9 +197,9 @@ def _halved_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _halved(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_halved, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return value / 2 if isinstance(value, float) else value
+    if is_a(value, tuple):
+        return tuple(map(_halved, tuple.__iter__(value)))
+    return builtin_of(value) / 2 if is_a(value, float) else value
 
 
 def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:

@@ -35,6 +35,7 @@ from ebbtide.torch_seams.offloaded import can_offload, is_offloaded, own_memory
 from ebbtide.torch_seams.optimizers import closure_in, first_of_step_pre_hooks, parameters_stepped_by, with_closure
 from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.traffic import Traffic
+from ebbtide.user_objects import elements_of, is_a
 
 __all__ = ["OptimizerOffload", "offload_of"]
 
@@ -200,13 +201,10 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif is_a(value, dict, list, tuple) and (found := elements_of(value)) is not None:
+        for each in found[1]:
             yield from _tensors(each)
 
 

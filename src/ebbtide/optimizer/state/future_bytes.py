@@ -24,6 +24,7 @@ from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
 from ebbtide.torch_seams.optimizers import is_torchs_own, parameters_stepped_by
+from ebbtide.user_objects import is_a
 
 __all__ = ["future_state_bytes", "future_state_sizes"]
 
@@ -80,9 +81,9 @@ def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _keeps_for_all(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has stepped and keeps state under other names than its parameters."""
-    values: list[object] = [state for key, state in optimizer.state.items() if not isinstance(key, torch.Tensor)]
+    values: list[object] = [state for key, state in optimizer.state.items() if not is_a(key, torch.Tensor)]
     for group in optimizer.param_groups:
-        values += [value for key, value in group.items() if key != "params" and isinstance(value, list | dict)]
+        values += [value for key, value in group.items() if key != "params" and is_a(value, list, dict)]
     return any(True for _ in tensors_in(values))
 
 
@@ -108,7 +109,7 @@ def _state_sizes(optimizer: torch.optim.Optimizer, options: dict[str, object], l
                     raise
                 failure = error
     kind, inner = type(optimizer), vars(optimizer).get("optimizer")
-    which = f"give its .optimizer, a {type(inner).__name__}, " if isinstance(inner, torch.optim.Optimizer) else ""
+    which = f"give its .optimizer, a {type(inner).__name__}, " if is_a(inner, torch.optim.Optimizer) else ""
     raise UsageError(
         f"the state of {kind.__name__} cannot be foreseen: one of its class, made from its groups and stepped once, "
         f"raised {type(failure).__name__} ({failure}); {which}give its __init__ defaults, run one optimizer step "
