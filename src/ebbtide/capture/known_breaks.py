@@ -13,6 +13,7 @@ import torch
 
 from ebbtide.torch_seams.context_variables import STAYS_SET
 from ebbtide.torch_seams.input_branches import TELLS_NAN
+from ebbtide.torch_seams.reentrant import CUT
 from ebbtide.torch_seams.storages import buffer_table
 from ebbtide.torch_seams.tracing import PYTHON_DRAWS
 from ebbtide.user_objects import attributes_of
@@ -107,6 +108,11 @@ _OF_FUNCTIONS = (
 )
 _ON_FAKE = r"Cannot access data pointer of Tensor"
 _BREAKS = (
+    _Break(
+        CUT,
+        "A reentrant checkpoint over arguments without gradients trains nothing, and it returns no plain tensor.",
+        "Call checkpoint(..., use_reentrant=False), which trains what is in it, or let its function return tensors",
+    ),
     _Break(
         _ON_FAKE,
         "It launches a kernel that needs values, and a step is traced with fake tensors, which have shapes alone.",

@@ -11,6 +11,7 @@
    be read back: there they are taken from the exception that it keeps.
 7. A context variable is traced (``context_variables.py``).
 8. What Dynamo reads without a guard gets one (``extra_guards.py``).
+9. A reentrant checkpoint none of whose arguments takes a gradient cuts the graph, as in eager (``reentrant.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ebbtide.torch_seams.context_variables import context_variables_traced
 from ebbtide.torch_seams.extra_guards import extra_guards
 from ebbtide.torch_seams.leaves import leaves_traced
 from ebbtide.torch_seams.patches import Attribute, Item, wrapped
+from ebbtide.torch_seams.reentrant import reentrant_checkpoints_cut
 
 __all__ = ["PYTHON_DRAWS", "corrected_tracing", "made_anew", "only_withs", "raised_in_trace", "traced_by_dynamo_as"]
 
@@ -86,6 +88,7 @@ def corrected_tracing() -> Iterator[None]:
         stack.enter_context(leaves_traced())
         stack.enter_context(context_variables_traced())
         stack.enter_context(extra_guards())
+        stack.enter_context(reentrant_checkpoints_cut())
         if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
             kind = user_defined.UserDefinedExceptionClassVariable  # which in 2.11 inherits the method
             place, inherited = Attribute(kind, "call_function"), kind.call_function
