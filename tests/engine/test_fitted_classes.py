@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import copy
-from typing import Any
+import types
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import pytest
 import torch
@@ -202,3 +203,35 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(UsageError, match="holds no parameter of this Mean"):
         ebbtide.fit(model, "1GiB", optimizer=foreign)
     ebbtide.fit(model.requires_grad_(False), "1GiB", optimizer=torch.optim.SGD([X.clone().requires_grad_()], 0.1))
+
+
+T = TypeVar("T")
+
+
+class WithAbstract(abc.ABC):
+    @abc.abstractmethod
+    def twice(self) -> int:
+        return 2
+
+
+class Speaks(Protocol):
+    def speak(self) -> str: ...
+
+
+@runtime_checkable
+class SpeaksAtRunTime(Protocol):
+    def speak(self) -> str: ...
+
+
+@pytest.mark.parametrize("base", [WithAbstract, Speaks, SpeaksAtRunTime, Generic[T]])
+def test_a_class_with_another_metaclass_comes_beside_a_fitted_one(base: Any) -> None:
+    model = ebbtide.fit(nn.Linear(4, 4), "1MiB", options=ebbtide.Options(effort=50))
+    patched = types.new_class("Patched", (base, type(model)))
+    patched.__abstractmethods__ = frozenset()
+    made = patched(4, 4)
+    assert isinstance(made, nn.Linear)
+    made(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(made.bias.grad, model.bias.grad)  # type: ignore[arg-type]
+    assert ebbtide.plan_of(model) is not None
+    assert not isinstance(nn.Linear(4, 4), type(model))
