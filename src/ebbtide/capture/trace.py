@@ -42,6 +42,7 @@ from ebbtide.errors import CaptureError
 from ebbtide.faults import RAISED_IN_CAPTURE
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams.aot import joint_graph_settings, kinds_of_several_tensors, two_graph_backend
+from ebbtide.torch_seams.carried import cut_off_freed
 from ebbtide.torch_seams.checks import checks_as
 from ebbtide.torch_seams.compile_mode import not_exporting
 from ebbtide.torch_seams.compiler_faults import told_with_its_lines
@@ -199,7 +200,7 @@ def compile_step(
         if elsewhere:
             refuse_autocast(graph)
         kept().take_inputs(inputs)
-        compiled = planned(graph, inputs)
+        compiled = cut_off_freed(planned(graph, inputs), graph.graph)
         return compiled if beside is None else beside.around(compiled)
 
     with not_exporting():
