@@ -12,6 +12,7 @@
 7. A context variable is traced (``context_variables.py``).
 8. What Dynamo reads without a guard gets one (``extra_guards.py``).
 9. A reentrant checkpoint none of whose arguments takes a gradient cuts the graph, as in eager (``reentrant.py``).
+10. An attribute that a ``torch.autograd.Function`` takes off its context, mostly to free memory, is off.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _example(value: Any) -> Any:
 
 @contextmanager
 def corrected_tracing() -> Iterator[None]:
-    """While open, captures of this thread trace definitions 1 to 8 so."""
+    """While open, captures of this thread trace definitions 1 to 10 so."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.variables import misc, user_defined
 
@@ -89,6 +90,8 @@ def corrected_tracing() -> Iterator[None]:
         stack.enter_context(context_variables_traced())
         stack.enter_context(extra_guards())
         stack.enter_context(reentrant_checkpoints_cut())
+        context = Attribute(misc.AutogradFunctionContextVariable, "call_method")
+        stack.enter_context(wrapped(context, _take_off, this_thread=True))
         if hasattr(user_defined, "UserDefinedExceptionClassVariable"):
             kind = user_defined.UserDefinedExceptionClassVariable  # which in 2.11 inherits the method
             place, inherited = Attribute(kind, "call_function"), kind.call_function
@@ -119,6 +122,20 @@ def raised_in_trace(error: BaseException) -> Exception | None:
             return theirs
         found = found.__cause__ or found.__context__
     return None
+
+
+def _take_off(below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo.variables import ConstantVariable, DeletedVariable
+
+    def call(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name != "__delattr__":
+            return below(variable, tx, name, args, kwargs)
+        attribute = args[0].as_python_constant()
+        variable.var_getattr(tx, attribute)  # which says that there is none
+        tx.output.side_effects.store_attr(variable, attribute, DeletedVariable())
+        return ConstantVariable.create(None)
+
+    return call
 
 
 def _raise_own(below: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The canaries of ``tracing`` and ``leaves``: what Dynamo makes of user code while its corrections are open."""
+"""The canaries of ``tracing``, ``leaves``, ``reentrant`` and ``carried``: what becomes of user code in a capture."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from ebbtide.torch_seams import dynamo, fake_tensors, tracing
+from ebbtide.torch_seams import carried, dynamo, fake_tensors, tracing
 from ebbtide.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -103,6 +103,46 @@ def sequences_of_checkpoints_are_their_loop() -> None:
     with tracing.corrected_tracing():
         _, result = _traced(forward, x)
     torch.testing.assert_close(torch.autograd.grad(result, x), torch.autograd.grad(layers(x).sum(), x))
+
+
+@canary
+def reentrant_checkpoints_over_data_cut_the_graph() -> None:
+    """What such a checkpoint returns takes no gradient; what another one returns does."""
+    layer = torch.nn.Linear(2, 2)
+    for reentrant in (True, False):
+
+        def forward(x: Tensor, reentrant: bool = reentrant) -> Tensor:
+            return checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+        with tracing.corrected_tracing():
+            _, result = _traced(forward, torch.ones(1, 2))
+        expect(result.requires_grad is not reentrant, f"use_reentrant={reentrant} takes a gradient wrongly")
+
+
+class _Passing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x
+
+
+@canary
+def freed_graphs_below_what_a_model_keeps_are_cut_off() -> None:
+    """A tensor whose graph is freed goes into the next step without it, and one whose graph lives goes with it."""
+    x = torch.ones(2, requires_grad=True)
+    kept = _Passing.apply(x).view(2)
+    graph = fx.Graph()
+    graph.placeholder("kept").meta["example_value"] = kept
+    given = carried.cut_off_freed(lambda tensor: tensor, graph)
+    expect(given(kept) is kept, "a graph that lives is cut off")
+    kept.sum().backward()
+    cut = given(kept)
+    expect(cut is not kept and cut.requires_grad and cut.data_ptr() == kept.data_ptr(), "a freed graph stays")
 
 
 @canary
