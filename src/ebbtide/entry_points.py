@@ -26,8 +26,8 @@ _ANEW = "its plans start from none that is given; ebbtide.fit takes one"
 _MADE = "it runs a plan that is made already"
 _FITTING = {
     "loss": "the training loop calls it on what the model returns, and what it takes there is measured in the first "
-    "step. Put the loss into the model's forward for the best plans; ebbtide.plan(..., loss=...) says beforehand what "
-    "such a step takes",
+    "step. Put the loss into the model's forward for the best plans; ebbtide.plan(..., loss=...) plans that "
+    "step, with the loss in it",
     "machine": _HERE,
     "interrupt": "a first call plans in the training loop; time_limit= ends that after so many seconds",
 }

@@ -549,3 +549,6 @@ def test_rewrites_that_lower_nothing_are_not_offered_and_nothing_has_no_sign() -
     assert "-0 us" not in stream.getvalue()
     assert "+0 us" not in stream.getvalue()
     assert " 0 us  rule at net.py:7: lower" in stream.getvalue()
+    assert "for which a plan was found, as captured, without rewrites\n" in stream.getvalue()
+    bare = dataclasses.replace(find(a_plan(), 3), rewrites=told, advice=())
+    assert text_of(bare).endswith("nothing stands out besides the rewrites above\n")

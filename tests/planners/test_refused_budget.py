@@ -6,6 +6,7 @@ import pytest
 
 from ebbtide.errors import BudgetError
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.step.provenance import LossPlace, Provenance
 from ebbtide.units import Budget
 from strategies import chain
 
@@ -35,6 +36,14 @@ def test_smaller_inputs_help_where_the_fixed_part_fits() -> None:
         "(64 bytes) kept in reserve. No schedule with PyTorch's op order and boundary stays below 9.34 KiB, which is "
         "pinned by gelu_backward0 (gelu_backward0)"
     )
+
+
+def test_a_loss_outside_that_nobody_measured_comes_on_top() -> None:
+    options = PlanningOptions(provenance=Provenance(loss=LossPlace.OUTSIDE), takes_shares=False)
+    assert (
+        "Ask for 9500 bytes or more, plus what the loss outside takes, which the first step measures, or return the "
+        "loss from forward, or give the step smaller inputs. "
+    ) in refusal(6000, resident=5000, options=options)
 
 
 def test_fewer_weights_help_where_it_does_not() -> None:

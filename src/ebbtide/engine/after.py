@@ -17,7 +17,7 @@ from ebbtide.engine.key import CallSlot
 from ebbtide.faults import users_level
 from ebbtide.planning.step_end import SCALARS_BYTES, StepEnd, end_bytes
 from ebbtide.report.plan import Plan
-from ebbtide.units import format_bytes
+from ebbtide.units import format_allowed, format_bytes
 
 __all__ = ["AfterBackward", "hooks_end"]
 
@@ -50,7 +50,7 @@ class AfterBackward:
         if total > plan.budget_bytes and peak_bytes > SCALARS_BYTES:
             warnings.warn(
                 f"{_WHAT}, took {format_bytes(peak_bytes)} after the planned backward, so this step took "
-                f"{format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; from the next step on "
+                f"{format_bytes(total)}, over its budget of {format_allowed(plan.budget_bytes)}; from the next step on "
                 "there is room for it, or the budget is refused",
                 stacklevel=users_level(),
             )

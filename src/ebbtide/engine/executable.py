@@ -33,7 +33,7 @@ from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free
 from ebbtide.step.simulate import simulate
 from ebbtide.transfers.paths import TransferPath
-from ebbtide.units import format_bytes, format_percent
+from ebbtide.units import format_allowed, format_bytes, format_percent
 
 __all__ = ["Executable", "executable_numbered", "executable_of"]
 
@@ -148,7 +148,7 @@ class Executable:
             self._learn_unsplit(gauge)
         if plan.budget_bytes < peak <= plan.predicted_peak_bytes + self.measured.unsplit_bytes:
             warnings.warn(
-                f"the step took {format_bytes(peak)}, its budget is {format_bytes(plan.budget_bytes)}: the allocator "
+                f"the step took {format_bytes(peak)}, its budget is {format_allowed(plan.budget_bytes)}: the allocator "
                 f"handed out {format_bytes(peak - plan.predicted_peak_bytes)} more than it was asked for. That is kept "
                 "free from the next step on. Start the process with PYTORCH_ALLOC_CONF=expandable_segments:True, and "
                 "it hands out what it is asked for",
@@ -180,7 +180,7 @@ class Executable:
         where = plan.schedule.actions[plan.timeline.peak_action]
         op = plan.program.ops[where.op] if isinstance(where, Compute) else "the boundary"
         return BudgetExceeded(
-            f"the step took {format_bytes(peak)}, its budget is {format_bytes(plan.budget_bytes)}, the plan "
+            f"the step took {format_bytes(peak)}, its budget is {format_allowed(plan.budget_bytes)}, the plan "
             f"predicted {format_bytes(plan.predicted_peak_bytes)} at {op}; "
             "delete Ebbtide's cost cache and report the op if it happens again",
             budget_bytes=plan.budget_bytes,

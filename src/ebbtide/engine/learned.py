@@ -15,7 +15,7 @@ from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.faults import users_level
 from ebbtide.planning.step_end import SCALARS_BYTES
 from ebbtide.report.plan import Plan
-from ebbtide.units import format_bytes
+from ebbtide.units import format_allowed, format_bytes
 
 __all__ = ["Learned"]
 
@@ -72,7 +72,7 @@ class Learned:
         if total > plan.budget_bytes:
             warnings.warn(
                 f"code outside the model took {format_bytes(peak_bytes)} between forward and backward, so this first "
-                f"step took {format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; "
+                f"step took {format_bytes(total)}, over its budget of {format_allowed(plan.budget_bytes)}; "
                 "from the next step on it is planned for",
                 stacklevel=users_level(),
             )

@@ -46,7 +46,7 @@ from ebbtide.torch_seams.autograd import is_function_node, saved_by
 from ebbtide.torch_seams.storages import StorageWatch
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.transfers.arena import Arena
-from ebbtide.units import format_bytes
+from ebbtide.units import format_allowed, format_bytes
 from ebbtide.user_objects import attributes_of, elements_of, is_a
 
 __all__ = [
@@ -308,8 +308,8 @@ def learn_retained(pending: PendingStep, *, again: bool) -> None:
     if total > plan.budget_bytes:
         warnings.warn(
             f"this backward retains its graph (retain_graph=True), so what was saved for it stays: this step may take "
-            f"{format_bytes(total)}, over its budget of {format_bytes(plan.budget_bytes)}; from the next step on that "
-            "is planned for, if there is room",
+            f"{format_bytes(total)}, over its budget of {format_allowed(plan.budget_bytes)}; from the next step on "
+            "that is planned for, if there is room",
             stacklevel=users_level(),
         )
 

@@ -44,7 +44,7 @@ from ebbtide.rewrites.choices import Finish, alternatives_of, itself
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import LossPlace
 from ebbtide.step.schedule import Schedule
-from ebbtide.units import Budget, format_bytes
+from ebbtide.units import Budget, format_allowed, format_bytes
 
 _ASKED = "the questions that the model asks of values of its inputs"
 _ASK_OUTSIDE = "ask it outside of the model and give the forward what comes of it as a Python bool"
@@ -425,7 +425,7 @@ def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> 
     if roomy is None:
         wanted.task.windows.forget_retained(wanted.task.now.call_slot)
         warnings.warn(
-            f"no plan within {format_bytes(plan.budget_bytes)} was found that has room for what a backward with "
+            f"no plan within {format_allowed(plan.budget_bytes)} was found that has room for what a backward with "
             "retain_graph=True keeps: steps that retain their graph may exceed the budget",
             stacklevel=users_level(),
         )

@@ -24,7 +24,7 @@ from ebbtide.report.plan import Plan
 from ebbtide.step.legality import check
 from ebbtide.step.machine import Link, Machine, catalogue
 from ebbtide.step.program import Program
-from ebbtide.step.provenance import Planned, Provenance
+from ebbtide.step.provenance import LossPlace, Planned, Provenance
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS, parts_of, resident_sentence
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.schedule import Schedule
@@ -35,6 +35,7 @@ from ebbtide.units import Budget, format_allowed, format_bytes
 __all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
 
 
+_NO_STATE = 'tiers="disk", options=ebbtide.Options(offload_optimizer=True) keeps no state'
 _SMALL_NUMBER = 100
 """Bytes up to which a budget is rather meant as a share."""
 REWRITE = frozenset({"auto", "auto_free", "greedy", "least_memory"})
@@ -419,6 +420,7 @@ def _budget_error(
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     parts = parts_of(options.resident_parts, resident - reserve, reserve)
+    unmeasured = options.provenance.loss is LossPlace.OUTSIDE and not program.between_bytes
     if budget >= smallest:
         text = (
             f"planner {options.planner!r} found no schedule within the budget of {format_allowed(budget)} "
@@ -429,8 +431,9 @@ def _budget_error(
             f"a budget of {format_allowed(budget)} ({budget} bytes) is too small{_if_a_share_is_meant(budget)}: "
             f"the smallest for which a plan was found is {format_bytes(smallest)} "
             f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
-            f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}, "
-            f"or {_less_besides(program, budget, options.resident_parts)}"
+            f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}"
+            + (", plus what the loss outside takes, which the first step measures" if unmeasured else "")
+            + f", or {_less_besides(program, budget, options.resident_parts, loss_outside=unmeasured)}"
             + ("" if options.machine is None else _machines_for(smallest, options.machine))
             + f". {resident_sentence(parts)}. "
             f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
@@ -449,14 +452,14 @@ def _budget_error(
     )
 
 
-def _less_besides(program: Program, budget: int, resident: Mapping[str, int]) -> str:
+def _less_besides(program: Program, budget: int, resident: Mapping[str, int], *, loss_outside: bool) -> str:
     """What else may help: not smaller inputs where weights, their gradients and an optimizer's state are too large."""
     made = sum(program.buffers[each].bytes for each in set(program.gradients))
     state = resident.get(OPTIMIZER_STATE, 0)
     fixed = made + state + resident.get(WEIGHTS, 0)
     if fixed <= budget:
-        return "give the step smaller inputs"
-    less = ['step="inside" keeps no gradients'] * bool(made) + ["offload_optimizer=True no state"] * bool(state)
+        return ("return the loss from forward, or " if loss_outside else "") + "give the step smaller inputs"
+    less = ['step="inside" keeps no gradients'] * bool(made) + [_NO_STATE] * bool(state)
     return (
         f"train fewer weights: whatever the inputs, weights, gradients and the optimizer's state take "
         f"{format_bytes(fixed)}" + (f"; {', '.join(less)}" if less else "")

@@ -148,6 +148,6 @@ def offload_hint(
     if without <= (1 - _MUCH) * smallest:
         yield (
             f"{format_bytes(end.held_bytes)} of that are state of {type(optimizer).__name__}, which no op of the model "
-            "reads: tiers='disk', offload_optimizer=True (--tiers disk --offload-optimizer; host on a card) has it "
-            f"away in the step, and some {format_bytes(without)} will do"
+            "reads: tiers='disk', options=ebbtide.Options(offload_optimizer=True) (--tiers disk --offload-optimizer; "
+            f"host on a card) has it away in the step, and some {format_bytes(without)} will do"
         )

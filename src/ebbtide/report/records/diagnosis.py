@@ -222,10 +222,14 @@ class Findings:
     rewritten: tuple[str, ...] = ()
 
     @property
+    def rewritten_floors(self) -> list[int]:
+        """Bytes below which no budget for a rewritten step is, by rewrite that a plan may use."""
+        return [each.floor_bytes for each in self.rewrites if each.floor_bytes is not None and not each.why_not]
+
+    @property
     def gain_bytes(self) -> int:
         """What planning can take off the unplanned peak at most: to a plan that was found, or to a rewrite's floor."""
-        floors = [each.floor_bytes for each in self.rewrites if each.floor_bytes is not None and not each.why_not]
-        return max(self.baseline_peak_bytes - min([self.smallest_bytes, *floors]), 0)
+        return max(self.baseline_peak_bytes - min([self.smallest_bytes, *self.rewritten_floors]), 0)
 
     @property
     def is_small(self) -> bool:

@@ -48,6 +48,8 @@ def _fact(key: str, text: str) -> str:
 def _facts(findings: Findings) -> list[str]:
     peak = findings.baseline_peak_bytes
     backward = findings.ops - findings.forward_ops
+    plain = findings.budget_bytes is None and findings.rewritten_floors
+    as_captured = ", as captured, without rewrites" if plain else ""
     lines = [
         f"doctor for {findings.case}: the step is one graph",
         _fact(
@@ -63,7 +65,8 @@ def _facts(findings: Findings) -> list[str]:
         *_resident(findings),
         _fact(
             "smallest",
-            f"{_with_share(findings, findings.smallest_bytes)}: the least budget for which a plan was found",
+            f"{_with_share(findings, findings.smallest_bytes)}: the least budget for which a plan was found"
+            f"{as_captured}",
         ),
         _fact(
             "floor",
@@ -276,7 +279,9 @@ def _more_or_less(seconds: float) -> str:
 
 def _advice(findings: Findings) -> list[str]:
     lines = [f"  {advice.text}" for advice in findings.advice]
-    return ["", "what would lower the floor", *(lines or ["  nothing stands out"])]
+    lower = min(findings.rewritten_floors, default=findings.floor_bytes) < findings.floor_bytes
+    besides = " besides the rewrites above" if lower else ""
+    return ["", "what would lower the floor", *(lines or [f"  nothing stands out{besides}"])]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterable[str]:
