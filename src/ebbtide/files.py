@@ -184,7 +184,7 @@ class EntryFile(Generic[Record]):
         return read_record(self.path, self.schema, self._entries) or {}
 
     def _entries(self, data: dict[str, Any]) -> dict[str, Record]:
-        ours = data[self.name] if data["context"] == self._context else {}
+        ours: dict[str, Any] = data[self.name] if data["context"] == self._context else {}
         return {key: self.from_json(value) for key, value in ours.items()}
 
     def add(self, entries: Mapping[str, Record]) -> None:

@@ -23,15 +23,17 @@ __all__ = ["attributes_of", "builtin_of", "declares", "elements_of", "has_own", 
 _T = TypeVar("_T")
 _mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _namespace: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
-_READERS: tuple[tuple[type, Callable[[Any], int], Callable[[Any], Iterator[object]]], ...] = (
-    (list, list.__len__, list.__iter__),
-    (tuple, tuple.__len__, tuple.__iter__),
-    (dict, dict.__len__, lambda value: iter(dict.values(value))),
-    (set, set.__len__, set.__iter__),
-    (frozenset, frozenset.__len__, frozenset.__iter__),
-    (collections.deque, collections.deque.__len__, collections.deque.__iter__),
+
+
+def _values_of(value: Any) -> Iterator[object]:
+    mapping: type[Any] = dict
+    return iter(mapping.values(value))
+
+
+_BUILTIN: tuple[Any, ...] = (list, tuple, dict, set, frozenset, collections.deque)
+_READERS: tuple[tuple[type, Callable[[Any], int], Callable[[Any], Iterator[object]]], ...] = tuple(
+    (kind, kind.__len__, _values_of if kind is dict else kind.__iter__) for kind in _BUILTIN
 )
-_CONTAINERS = tuple(kind for kind, _, _ in _READERS)
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)  # of which no class can be derived
 _FUNCTION = types.FunctionType
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -50,7 +52,7 @@ def is_a(value: object, *kinds: type[_T]) -> TypeGuard[_T]:
 
 def is_mapping(value: object) -> bool:
     """Whether the type of ``value`` derives from ``Mapping`` or ``dict``."""
-    return _derives(type(value), Mapping) or is_a(value, dict)
+    return _derives(type(value), Mapping) or issubclass(type(value), dict)
 
 
 def _derives(kind: type, base: type) -> bool:
@@ -74,13 +76,14 @@ def elements_of(value: object) -> tuple[int, Iterator[object]] | None:
     Mappings of Python code are read by their attributes (:func:`attributes_of`), as other objects are.
     """
     kind = type(value)
-    if issubclass(kind, _CONTAINERS):
+    if issubclass(kind, _BUILTIN):
         count, each = next((count, each) for base, count, each in _READERS if issubclass(kind, base))
         return count(value), each(value)
     if kind is types.MappingProxyType:
         return 1, iter(gc.get_referents(value))
-    if _derives(kind, weakref.WeakValueDictionary):
-        alive = [held for each in weakref.WeakValueDictionary.valuerefs(value) if (held := each()) is not None]  # type: ignore[arg-type]
+    weak: Any = weakref.WeakValueDictionary
+    if _derives(kind, weak):
+        alive: list[object] = [held for each in weak.valuerefs(value) if (held := each()) is not None]
         return len(alive), iter(alive)
     return None
 
@@ -91,7 +94,8 @@ def attributes_of(value: object) -> Mapping[str, Any]:
     slots: dict[str, Any] = {}
     for kind in _mro(type(value)):
         names = _namespace(kind)
-        if own is None and type(found := names.get("__dict__")) in _DESCRIPTORS:
+        found: Any = names.get("__dict__")
+        if own is None and type(found) in _DESCRIPTORS:
             own = found.__get__(value)
         if "__slots__" in names:
             for name, each in names.items():

@@ -120,7 +120,7 @@ def fit(
         refuse_to_step_inside(optimizer)
     FITTED[model] = fitted = _known_of(model, limit, given, asked, optimizer, opened)
     fitted.gradient_watcher.watch(parameters_in(model))
-    model.__class__ = fitted_class(type(model))
+    model.__class__ = fitted_class(type(model))  # pyright: ignore[reportAttributeAccessIssue]
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)
     return model
@@ -326,7 +326,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted.pending.disturb()
     fitted.gradient_watcher.end()
     if type(model).__dict__.get("_ebbtide_plain") is fitted.plain_class:  # not one that it was given since
-        model.__class__ = fitted.plain_class
+        model.__class__ = fitted.plain_class  # pyright: ignore[reportAttributeAccessIssue]
     fitted.optimizers.close()
     return model
 

@@ -96,8 +96,8 @@ def watch_links(node: Any, outputs: Sequence[torch.Tensor], links: Links) -> Non
     """The forward of a step with ``links`` has returned ``outputs``, which hang on ``node``."""
     if not links:
         return
-    number, positions = next(_numbers), ((each, output_of_node(each, node)) for each in outputs)
-    returned = tuple((weakref.ref(each), position) for each, position in positions if position in links)
+    number, positions = next(_numbers), [(each, output_of_node(each, node)) for each in outputs]
+    returned = tuple((weakref.ref(each), i) for each, i in positions if i is not None and i in links)
     _watched[number] = weakref.ref(node), _Watched(links, returned)
     weakref.finalize(node, _forget, number).atexit = False
     if not _watch.is_open:

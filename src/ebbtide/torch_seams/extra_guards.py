@@ -27,6 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import _guards
 
 from ebbtide.torch_seams.code_guards import guard_classes, guard_code, of_builtins, of_functions, of_registers
 from ebbtide.torch_seams.guard_makers import (
@@ -92,7 +93,7 @@ def extra_guards() -> Iterator[None]:
         (variables.UserFunctionVariable, "get_code", of_functions),
         (InstructionTranslatorBase, "load_builtin", of_builtins),
         (OutputGraph, "compile_and_call_fx_graph", _of_trace),
-        (torch._guards.Guard, "create", _of_lengths),
+        (_guards.Guard, "create", _of_lengths),
     ]
     for kind in ("UserFunctionVariable", "UserMethodVariable", "PythonModuleVariable"):
         for method in (*_READING, "call_obj_hasattr"):

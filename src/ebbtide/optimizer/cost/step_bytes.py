@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -78,12 +78,21 @@ _MOST_KNOWN = 256
 
 
 def _key(optimizer: torch.optim.Optimizer, groups: Sequence[_Group], device: str | None) -> object | None:
-    """All that a step of one of torch's own depends on; ``None`` for others, and where options are in tensors."""
-    in_tensors = any(isinstance(value, torch.Tensor) for group in groups for value in group.values())
-    if in_tensors or not is_torchs_own(optimizer):
+    """All that a step of one of torch's own depends on; ``None`` for others, and where options are no plain values."""
+    options = tuple((name, value) for group in groups for name, value in group.items() if name != "params")
+    if not is_torchs_own(optimizer) or not _is_plain(options):
         return None
     kinds = tuple(tuple(map(_key_of, group["params"])) for group in groups)
-    return type(optimizer), device, repr(values_of(optimizer, groups)), kinds
+    return type(optimizer), device, repr(options), kinds
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is a number, text or ``None`` of a built-in class itself, or a tuple of such."""
+    kind = type(value)
+    return any(kind is each for each in _PLAIN) or (kind is tuple and all(map(_is_plain, cast("tuple[object]", value))))
+
+
+_PLAIN = (int, float, bool, str, type(None))
 
 
 def _key_of(parameter: torch.Tensor) -> object:

@@ -199,7 +199,7 @@ def _halved_options(options: dict[str, Any]) -> dict[str, Any]:
 def _halved(value: Any) -> Any:
     if is_a(value, tuple):
         return tuple(map(_halved, tuple.__iter__(value)))
-    return builtin_of(value) / 2 if is_a(value, float) else value
+    return float.__float__(value) / 2 if is_a(value, float) else value
 
 
 def _small(parameters: list[torch.Tensor]) -> Iterator[torch.nn.Parameter]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -96,7 +96,7 @@ def _keeps_for_others(optimizer: torch.optim.Optimizer, parts: Iterable[torch.op
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer, options: dict[str, object], like: torch.nn.Parameter) -> list[int]:
-    attempts = [partial(_sizes_on_fakes, answer) for answer in _ANSWERS]
+    attempts: list[Callable[..., list[int]]] = [partial(_sizes_on_fakes, answer) for answer in _ANSWERS]
     if like.ndim <= len(_SIZES):
         attempts.append(_sizes_on_few_elements)
     failure: Exception | None = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -156,7 +157,9 @@ class _Writer:
         self.changed, self.graph, self.nodes, self.head = changed, changed.graph, changed.nodes, head
         self.form = rewrite.form
         known = {**head.arguments, **dict(rewrite.settings)}
-        self.values = {name: self.nodes[each] if isinstance(each, fx.Node) else each for name, each in known.items()}
+        self.values: dict[str, Any] = {
+            name: self.nodes[each] if isinstance(each, fx.Node) else each for name, each in known.items()
+        }
 
     def write(self) -> None:
         """All of it."""
@@ -238,7 +241,7 @@ class _Writer:
         node.meta = dict(like.meta)
         with mode_of(head.product.meta["val"]), torch.no_grad():
             made = op.target(*fx.map_arg(call, lambda each: each.meta["val"]))
-        captured = dict(zip(("loss", "total_weight"), head.loss.meta["val"], strict=True))
+        captured: dict[str, Any] = dict(zip(("loss", "total_weight"), head.loss.meta["val"], strict=True))
         for name in ("row_sums", "hidden_gradient", "weight_gradient", "bias_gradient"):
             if (each := getattr(head, name)) is not None:
                 captured[name] = each.meta["val"]

@@ -74,8 +74,8 @@ class HeadOp:
     def without_numbers(self, *args: Any) -> Any:
         """What a call gives, without its numbers."""
         given = self.by_name(args)
-        made = tuple(_empty(each, given) for each in self.gives)
-        return made if len(made) > 1 else made[0]
+        made = [_empty(each, given) for each in self.gives]
+        return tuple(made) if len(made) > 1 else made[0]
 
 
 HEAD_OPS: dict[str, HeadOp] = {}

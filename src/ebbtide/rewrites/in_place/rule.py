@@ -129,8 +129,8 @@ def _target_of(step: Captured, chain: Chain) -> tuple[InPlace, list[fx.Node]]:
     ops = [(step.op_nodes[each.op], each) for each in chain.overwrites]
     read = [*head.all_input_nodes]
     for node, each in ops:
-        over = operands_of(node)[each.operand]
-        read += [one for one in node.all_input_nodes if one is not over]
+        written_over = operands_of(node)[each.operand]
+        read += [one for one in node.all_input_nodes if one is not written_over]
     given = list(dict.fromkeys(read))
     writer = ReferenceWriter()
     writer.copies = {each: writer.given(each) for each in given}
@@ -138,8 +138,8 @@ def _target_of(step: Captured, chain: Chain) -> tuple[InPlace, list[fx.Node]]:
     results: dict[int, fx.Node] = {}
     over: dict[fx.Node, int] = {}
     for node, each in ops:
-        results[each.element] = writer.copy(node)
-        over[results[each.element]] = each.operand
+        results[each.element] = copied = writer.copy(node)
+        over[copied] = each.operand
     if isinstance(value, torch.Tensor):
         writer.graph.output(results[0])
     else:

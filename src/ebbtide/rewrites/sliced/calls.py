@@ -53,7 +53,8 @@ class InSlices(ReferenceOp):
         self.reference, self.axis, self.inputs = reference, axis, tuple(inputs)
         super().__init__("in_slices", reference, self._says())
         self.cuts = cuts_of(reference, axis, inputs)
-        self.outputs = tuple(self.cuts[each] for each in arguments_of(reference.output_node())[0])
+        cuts = [self.cuts[each] for each in arguments_of(reference.output_node())[0]]
+        self.outputs = tuple(cut for cut in cuts if isinstance(cut, int))  # as all are, see ``cuts_of``
 
     def __call__(self, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The results, made in slices of about ``size``."""

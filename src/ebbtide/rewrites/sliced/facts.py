@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from ebbtide.cost.call import TensorSpec
 from ebbtide.rewrites.facts import Fact, made_up, own
-from ebbtide.rewrites.sliced.axes import Axis, Piece, is_product
+from ebbtide.rewrites.sliced.axes import Axis, Cut, Piece, is_product
 from ebbtide.rewrites.sliced.calls import InSlices, SlicedCall, moved_arguments
 from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise
 
@@ -58,11 +58,11 @@ class _OpFact:
 
     def __init__(self, call: InSlices, part: fx.Node, size: int) -> None:
         self.part, self.axis, self.size, self.rank = part, call.axis, size, call.axis.rank
-        self.cut = call.cuts[part]
+        self.cut: Cut = call.cuts[part]
         self.positions = [position for position, each in enumerate(part.args) if isinstance(each, fx.Node)]
         self.tensors = [each for each in part.args if isinstance(each, fx.Node)]
         self.own = [each.op == "call_function" for each in self.tensors]
-        self.cuts = [call.cuts[each] for each in self.tensors]
+        self.cuts: list[Cut] = [call.cuts[each] for each in self.tensors]
 
     def fact(self) -> Fact:
         """About all of it; about a part besides, where each number is made of those of its row alone."""
