@@ -15,6 +15,7 @@ from torch.autograd import grad as imported_grad
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import ebbtide
+from ebbtide.engine import linked_outputs
 from ebbtide.errors import CaptureError
 
 
@@ -131,6 +132,72 @@ def test_what_the_refusal_advises_has_eagers_numbers(use: Callable[[Tensor, Tens
         use(*parts(model(x)))
     for a, b in zip(eager.parameters(), planned.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+def in_a_function(result: Tensor, features: Tensor) -> Tensor:
+    """The loss of a helper, behind which nobody has the outputs any more."""
+    features.register_hook(lambda g: g * 0.5)
+    return result.sum() + (features * 2).sum()
+
+
+def test_a_hook_outlives_its_output(x: Tensor) -> None:
+    model = fitted(Two())
+    with pytest.raises(CaptureError, match="register_hook"):
+        in_a_function(*model(x)).backward()
+    assert all(each.grad is None for each in model.parameters())
+
+
+class Keeps(Two):
+    """Features stay on the model, as for maps of what it looks at."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.features = self.encoder(x)
+        return self.head(self.features)
+
+
+class Loss(Two):
+    def forward(self, x: Tensor) -> Any:
+        features = self.encoder(x)
+        return {"loss": self.head(features).square().mean(), "features": features}
+
+
+@pytest.mark.parametrize("use", [hook, retain, several, path_length, imported])
+def test_so_is_one_of_what_the_model_keeps_for_itself(use: Callable[[Tensor, Tensor], None], x: Tensor) -> None:
+    model = fitted(Keeps())
+    result = model(x)
+    with pytest.raises(CaptureError, match=r"gradient of an output is read"):
+        use(result, model.features)
+    assert all(each.grad is None for each in model.parameters())
+
+
+@pytest.mark.parametrize("gradients", ["loss", "all"])
+def test_so_is_one_of_what_is_returned_beside_a_loss(gradients: str, x: Tensor) -> None:
+    model = fitted(Loss(), options=ebbtide.Options(gradients=gradients))
+    for read in (lambda each: each.retain_grad(), lambda each: each.register_hook(lambda g: g * 0.5)):
+        outputs = model(x)
+        read(outputs["features"])
+        with pytest.raises(CaptureError, match=r"gradient of an output is read"):
+            outputs["loss"].backward()
+        del outputs
+        gc.collect()
+    outputs = model(x)
+    with pytest.raises(CaptureError, match=r"gradient of an output is read"):
+        torch.autograd.grad(outputs["loss"], outputs["features"])
+    outputs["loss"].backward()  # nothing of it has run
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_nothing_is_watched_once_the_outputs_are_gone(x: Tensor) -> None:
+    for kind in (Two, Keeps, Loss):
+        model = fitted(kind())
+        output = model(x)
+        for each in output if isinstance(output, tuple) else ():
+            each.register_hook(lambda g: g * 0.5)
+        del output, model
+    del each
+    gc.collect()
+    assert not linked_outputs._watched
+    assert not linked_outputs._watch.is_open
 
 
 def only_outside(result: Tensor, features: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class Verifier:
             pending = PendingStep(executable, pending_steps)
             outputs, detached = self._capture(self._call, pending)
             pending.register(outputs)
-            return guarded(outputs, detached)
+            return guarded(outputs, detached)[0]
 
         self._run(state, call)  # sets up kernels
         return self._run(state, call)

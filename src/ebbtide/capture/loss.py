@@ -181,21 +181,23 @@ class _TakesNoGradient(torch.autograd.Function):
         )
 
 
-def guarded(outputs: Any, marked: Sequence[torch.Tensor]) -> Any:
-    """``outputs`` of a step, of which those that were detached raise when a gradient arrives.
+def guarded(outputs: Any, marked: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """``outputs`` of a step, of which those that were detached raise when a gradient arrives; and these.
 
     Args:
         outputs: of the forward.
         marked: those of them that :func:`loss_only` marked.
     """
     places = {id(tensor) for tensor in marked if not tensor.requires_grad}
+    guards: list[torch.Tensor] = []
     if not places:
-        return outputs
+        return outputs, guards
     anchor = torch.zeros(0, requires_grad=True)
 
     def guard(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and id(value) in places:
-            return _TakesNoGradient.apply(value, anchor)
+            guards.append(_TakesNoGradient.apply(value, anchor))  # type: ignore[arg-type]
+            return guards[-1]
         return value
 
-    return pytree.tree_map(guard, outputs)
+    return pytree.tree_map(guard, outputs), guards

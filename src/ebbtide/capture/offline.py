@@ -46,6 +46,9 @@ class _Reader:
     def take_inputs(self, inputs: Sequence[object]) -> None:
         self._inputs = tuple(self._names.get(id(each), "") for each in inputs)
 
+    def take_results(self, results: Sequence[object]) -> None:
+        pass
+
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:
         rename_stand_ins(joint.graph)
         read = read_joint(joint.graph, forward_output_count, **self._settings)

@@ -96,6 +96,10 @@ class Partitioner(Protocol):
         """What the step that comes next goes in with, in the order of its primals."""
         ...
 
+    def take_results(self, results: Sequence[object]) -> None:
+        """What a call of the step has given, before the model's own code has it."""
+        ...
+
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of ``joint``; contracts: ``lower/lowering.py``."""
         ...
@@ -200,13 +204,24 @@ def compile_step(
         if elsewhere:
             refuse_autocast(graph)
         kept().take_inputs(inputs)
-        compiled = cut_off_freed(planned(graph, inputs), graph.graph)
+        compiled = _told_to(kept, cut_off_freed(planned(graph, inputs), graph.graph))
         return compiled if beside is None else beside.around(compiled)
 
     with not_exporting():
         step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
     _backends[step] = backend
     return step
+
+
+def _told_to(kept: Callable[[], Partitioner], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, whose results the partitioner is told of."""
+
+    def run(*inputs: Any) -> Any:
+        results = compiled(*inputs)
+        kept().take_results(results)
+        return results
+
+    return run
 
 
 def _refuse_several(kinds: list[str]) -> None:

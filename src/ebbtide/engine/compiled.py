@@ -38,6 +38,7 @@ from ebbtide.engine.executor import (
     NothingToTrain,
     Unplanned,
     looking,
+    note_results,
     run_backward,
     run_forward,
     run_nothing,
@@ -299,6 +300,10 @@ class Capture:
 
     def take_inputs(self, inputs: Sequence[object]) -> None:
         """Who they are is seen at the first run (``Step.look_at_inputs``)."""
+
+    def take_results(self, results: Sequence[object]) -> None:
+        """Watch those from which others are computed."""
+        note_results(results)
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Keep the joint graph; AOTAutograd goes on with stubs."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from ebbtide.engine.executable import Executable, executable_numbered
 from ebbtide.engine.first_runs import Phase
 from ebbtide.engine.gradient_watcher import note_planned
+from ebbtide.engine.linked_outputs import watch_links
 from ebbtide.engine.pending_steps import (
     PendingStep,
     learn_retained,
@@ -50,6 +51,7 @@ __all__ = [
     "being_watched",
     "choose_checks",
     "looking",
+    "note_results",
     "run_backward",
     "run_forward",
     "run_nothing",
@@ -124,6 +126,13 @@ def looking() -> Iterator[None]:
     finally:
         _thread.looking = before
         block.end()
+
+
+def note_results(results: Sequence[object]) -> None:
+    """The step that this thread runs has given ``results``, those that the model keeps for itself among them."""
+    executable = None if _thread.pending is None else _thread.pending.executable
+    if executable is not None and executable.code.links:
+        watch_links(results, executable.code.links)
 
 
 def choose_checks(pending: PendingStep, device: str) -> None:

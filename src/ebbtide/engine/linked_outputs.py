@@ -5,100 +5,104 @@
 2. Eager's gradient of a linked output has what comes through those others too, a planned step's only what comes from
    outside. So a backward that reaches one of them, and in which somebody reads the linked output's gradient (a hook,
    ``retain_grad``, an input of ``autograd.grad`` or ``backward``), is refused before any of it runs.
+3. Outputs beside a loss have no gradient in the step: none may be read that comes through the loss.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
-from ebbtide.capture.joint import Captured
+from ebbtide.capture.output_links import Links
+from ebbtide.engine.pending_steps import disturb_step_of
 from ebbtide.errors import CaptureError
 from ebbtide.torch_seams.autograd import (
     BackwardWatch,
     gradient_edge,
-    has_gradient_hooks,
+    gradient_hooks,
+    is_function_node,
     output_of_node,
     outputs_reached,
 )
 
-__all__ = ["Links", "links_of", "watch_links"]
-
-Links = Mapping[int, frozenset[int]]
-"""Of every linked output its position among the node's outputs, and the positions of those that it is linked to."""
+__all__ = ["watch_detached", "watch_links"]
 
 
-def links_of(captured: Captured) -> Links:
-    """The linked outputs of a step (definition 1)."""
-    outputs = captured.outputs[: captured.forward_output_count]
-    positions = [i for i, each in enumerate(outputs) if isinstance(each, fx.Node) and _takes_gradients(each)]
-    if len(positions) < 2:
-        return {}
-    reaches: dict[fx.Node, int] = {}  # of a node, as bits, the outputs that it takes part in
-    own: dict[fx.Node, int] = {}
-    for position in positions:
-        own[outputs[position]] = own.get(outputs[position], 0) | 1 << position
-    for node in reversed(captured.graph.nodes):
-        found = own.get(node, 0)
-        for reader in node.users:
-            found |= reaches.get(reader, 0)
-        if found and _takes_gradients(node):
-            reaches[node] = found
-    links = {i: reaches.get(outputs[i], 0) & ~(1 << i) for i in positions}
-    return {i: frozenset(j for j in positions if bits >> j & 1) for i, bits in links.items() if bits}
+class _Read:
+    """An output whose gradient user code may read, though a planned step has a part of it, or nothing.
+
+    Args:
+        tensor: the output. It is not held, nor are its hooks, which live as long as autograd's graph does.
+        others: positions of the outputs through which the rest of its gradient comes; ``None``: any.
+    """
+
+    __slots__ = ("_hooks", "_tensor", "others")
+
+    def __init__(self, tensor: torch.Tensor, others: frozenset[int] | None) -> None:
+        self._tensor, self._hooks, self.others = weakref.ref(tensor), weakref.ref(gradient_hooks(tensor)), others
+
+    def asked_for(self, inputs: Sequence[Any]) -> str:
+        """How its gradient is read in a backward with these ``inputs``; empty if it is not."""
+        tensor = self._tensor()
+        if self._hooks():
+            return "register_hook"
+        if tensor is None:
+            return ""
+        if any(each is tensor for each in inputs):
+            return _AS_INPUT
+        return "retain_grad" if tensor.retains_grad else ""
 
 
-def _takes_gradients(node: fx.Node) -> bool:
-    """Whether a gradient comes through ``node``, as far as its kind says."""
-    value = node.meta.get("val")
-    values: Sequence[object] = value if isinstance(value, list | tuple) else [value]
-    if node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_copy.default):
-        return False
-    return any(isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()) for each in values)
+_AS_INPUT = "an input of autograd.grad"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Watched:
-    """The linked outputs of one forward, as user code has them: themselves, or views of them."""
+    """The outputs of one forward whose gradients are not to be read, and its node."""
 
+    node: weakref.ref[Any]
+    reads: tuple[_Read, ...]
     links: Links
-    returned: tuple[tuple[weakref.ref[torch.Tensor], int], ...]
 
-    def asked_for(self, node: Any, inputs: Sequence[Any]) -> Iterator[tuple[int, str]]:
-        """Which linked outputs have their gradients read in a backward with these ``inputs``, and how."""
-        for reference, position in self.returned:
-            tensor = reference()
-            if tensor is None:
-                continue
-            if tensor.retains_grad:
-                yield position, "retain_grad"
-            if has_gradient_hooks(tensor):
-                yield position, "register_hook"
-            if any(each is tensor for each in inputs):
-                yield position, "an input of autograd.grad"
+    def asked_for(self, inputs: Sequence[Any]) -> Iterator[tuple[frozenset[int] | None, str]]:
+        """Through which other outputs, and how, for those whose gradients are read in a backward with ``inputs``."""
+        for each in self.reads:
+            if how := each.asked_for(inputs):
+                yield each.others, how
+        node = self.node()
         for each in inputs:
             below, position = gradient_edge(each)
-            if below is node and position in self.links:
-                yield position, "an input of autograd.grad"
+            if below is not None and below is node and position in self.links:
+                yield self.links[position], _AS_INPUT
 
 
 _numbers = itertools.count()
-_watched: dict[int, tuple[weakref.ref[Any], _Watched]] = {}  # with the node of the step, as long as that lives
+_watched: dict[int, _Watched] = {}  # as long as the node lives
 
 
-def watch_links(node: Any, outputs: Sequence[torch.Tensor], links: Links) -> None:
-    """The forward of a step with ``links`` has returned ``outputs``, which hang on ``node``."""
-    if not links:
-        return
-    number, positions = next(_numbers), [(each, output_of_node(each, node)) for each in outputs]
-    returned = tuple((weakref.ref(each), i) for each, i in positions if i is not None and i in links)
-    _watched[number] = weakref.ref(node), _Watched(links, returned)
+def watch_links(results: Sequence[Any], links: Links) -> None:
+    """A step with ``links`` has given ``results``: all its outputs, those too that the model keeps for itself."""
+    tensors = [each for each in results if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    node = next((each.grad_fn for each in tensors if is_function_node(each.grad_fn)), None)
+    if node is not None:
+        positions = [(each, output_of_node(each, node)) for each in tensors]
+        _begin(node, tuple(_Read(each, links[i]) for each, i in positions if i is not None and i in links), links)
+
+
+def watch_detached(node: Any, outputs: Sequence[torch.Tensor]) -> None:
+    """The step of ``node`` has returned ``outputs`` beside its loss, which have no gradient in it at all."""
+    if node is not None and outputs:
+        _begin(node, tuple(_Read(each, None) for each in outputs), {})
+
+
+def _begin(node: Any, reads: tuple[_Read, ...], links: Links) -> None:
+    number = next(_numbers)
+    _watched[number] = _Watched(weakref.ref(node), reads, links)
     weakref.finalize(node, _forget, number).atexit = False
     if not _watch.is_open:
         _watch.open()
@@ -117,12 +121,13 @@ def _refuse_partial_gradients(roots: Sequence[Any], inputs: Sequence[Any]) -> No
     Raises:
         CaptureError: if it would give a linked output a part of its gradient.
     """
-    for reference, watched in list(_watched.values()):
-        node = reference()
-        asked = [] if node is None else list(watched.asked_for(node, inputs))
+    for watched in list(_watched.values()):
+        asked = list(watched.asked_for(inputs))
+        node = watched.node()
         reached = outputs_reached(roots, node) if asked else frozenset[int]()
-        for position, how in asked:
-            if not reached.isdisjoint(watched.links[position]):
+        for others, how in asked:
+            if reached if others is None else not reached.isdisjoint(others):
+                disturb_step_of(node)
                 raise CaptureError(
                     f"the gradient of an output is read ({how}), and other outputs of the same forward are computed "
                     "from it: a planned step has no gradient that comes through those. No gradient was handed out",

@@ -34,6 +34,7 @@ from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import being_watched, choose_checks
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
+from ebbtide.engine.linked_outputs import watch_detached
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
 from ebbtide.engine.pending_steps import Holdings, Overlap, PendingStep, learn_overlap, returned_tensors
@@ -453,7 +454,9 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
     pending.register(outputs)
     _ran(model, step, pending, now)
     model.calls.count_planned()
-    return guarded(outputs, detached)
+    outputs, guards = guarded(outputs, detached)
+    watch_detached(None if pending.node is None else pending.node(), guards)
+    return outputs
 
 
 def _ran(model: FittedModel, step: Step, pending: PendingStep, now: CallContext) -> None:

@@ -30,7 +30,6 @@ from ebbtide.engine.executable import Executable
 from ebbtide.engine.hook_order import keep_order
 from ebbtide.engine.key import CallSlot
 from ebbtide.engine.known_windows import KnownWindows
-from ebbtide.engine.linked_outputs import watch_links
 from ebbtide.engine.retained import Retained
 from ebbtide.engine.step_handles import ANY_STEP
 from ebbtide.engine.unused import note_arrived
@@ -52,6 +51,7 @@ from ebbtide.user_objects import attributes_of, elements_of, is_a
 __all__ = [
     "PendingStep",
     "PendingSteps",
+    "disturb_step_of",
     "kept_bytes",
     "kept_inputs",
     "learn_overlap",
@@ -199,7 +199,6 @@ class PendingStep:
         node.register_prehook(note_arrived)
         if self.executable is not None:
             node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
-            watch_links(node, tensors, self.executable.code.links)
         node.register_hook(refuse_second_derivative)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
@@ -329,6 +328,13 @@ def learn_together(pending: PendingStep | None) -> None:
 def pending_step(number: int) -> PendingStep | None:
     """The step of that number, if its node is alive."""
     return _with_node.get(number)
+
+
+def disturb_step_of(node: Any) -> None:
+    """The backward of the step of ``node`` is refused: nothing is measured in it any more."""
+    for each in list(_with_node.values()):
+        if each.node is not None and each.node() is node:
+            each.measuring.give_up()
 
 
 def pending_steps_of(executable: Executable) -> list[PendingStep]:

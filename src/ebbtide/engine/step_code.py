@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured
+from ebbtide.capture.output_links import Links, links_of
 from ebbtide.engine.hook_order import gradient_order
-from ebbtide.engine.linked_outputs import Links, links_of
 from ebbtide.engine.unused import UnusedOutputs
 from ebbtide.lower.lowering import Lowered, lower
 from ebbtide.lower.proof import prove

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType, TracebackType
 from typing import Any
@@ -25,8 +25,8 @@ __all__ = [
     "backwards_begun",
     "current_graph_task_id",
     "gradient_edge",
+    "gradient_hooks",
     "gradient_leaf",
-    "has_gradient_hooks",
     "has_saved_tensor_hooks",
     "in_backward",
     "is_function_node",
@@ -116,9 +116,14 @@ def outputs_reached(roots: Sequence[Any], node: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether hooks are registered on ``tensor`` itself."""
-    return bool(tensor._backward_hooks)
+def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The hooks on the gradient of ``tensor``, which is no leaf: its node holds them, whoever holds the tensor.
+
+    What ``register_hook`` makes for the first of them is made here, and stays for others.
+    """
+    tensor.register_hook(_note_number).remove()
+    assert tensor._backward_hooks is not None
+    return tensor._backward_hooks
 
 
 def accumulate_in_order(node: Any, order: Sequence[int]) -> None:

@@ -195,13 +195,16 @@ def backwards_are_seen() -> None:
 
 @canary
 def hooks_and_edges_of_tensors_are_seen() -> None:
-    """A tensor tells whether it has hooks, and of which output of which node it is a view."""
+    """A tensor's hooks outlive it with its node, and it tells of which output of which node it is a view."""
     first, second = torch.ones(2, requires_grad=True).clone().unbind()
+    hooks, node = autograd.gradient_hooks(first), first.grad_fn
     handle = first.register_hook(lambda _: None)
-    expect(autograd.has_gradient_hooks(first) and not autograd.has_gradient_hooks(second), "hooks are not told")
+    expect(len(hooks) == 1 and not autograd.gradient_hooks(second), "hooks are not told")
     handle.remove()
-    expect(not autograd.has_gradient_hooks(first), "a hook that was removed is told")
-    node = first.grad_fn
+    expect(not hooks, "a hook that was removed is told")
+    kept = weakref.ref(hooks)
+    del first, hooks, handle
+    expect(kept() is not None, "hooks went with their tensor")
     expect(autograd.output_of_node(second.view(1), node) == 1, "a view's output is not found")
     expect(autograd.outputs_reached([(second * 2).sum()], node) == {1}, "what a backward reaches is not found")
 
