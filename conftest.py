@@ -106,10 +106,13 @@ def _modules_are_no_garbage() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_of_other_tests() -> None:
-    """What fitted models of other tests have returned and somebody keeps is resident for no step of this one."""
+    """What fitted models of other tests have returned and somebody keeps is nothing to this one."""
     leftovers = sys.modules.get("ebbtide.measurement.leftovers")
     if leftovers is not None:
         leftovers.forget_all()
+    linked_outputs = sys.modules.get("ebbtide.engine.linked_outputs")
+    if linked_outputs is not None:
+        linked_outputs.forget_all()  # a hook that holds its own output keeps its graph for good, as in eager
 
 
 @pytest.fixture(autouse=True)

@@ -102,9 +102,13 @@ class _Reader:
         )
 
 
-def _name_of(kind: type) -> object:
-    """What stands for a class in a key: itself, or its text if it has a metaclass, which may have no hash."""
-    return kind if type(kind) is type else type.__repr__(kind)
+def _name_of(kind: Any) -> object:
+    """What stands for a class in a key: itself, or its text if it has a metaclass, which may have no hash.
+
+    torch's trees have a function, ``namedtuple``, for the class of every named tuple.
+    """
+    own = type(kind)
+    return type.__repr__(kind) if own is not type and issubclass(own, type) else kind
 
 
 def with_sizes(tensor: torch.Tensor) -> object:

@@ -30,7 +30,7 @@ from ebbtide.torch_seams.autograd import (
     outputs_reached,
 )
 
-__all__ = ["watch_detached", "watch_links"]
+__all__ = ["forget_all", "watch_detached", "watch_links"]
 
 
 class _Read:
@@ -106,6 +106,12 @@ def _begin(node: Any, reads: tuple[_Read, ...], links: Links) -> None:
     weakref.finalize(node, _forget, number).atexit = False
     if not _watch.is_open:
         _watch.open()
+
+
+def forget_all() -> None:
+    """Watch none of the steps any more that there are."""
+    _watched.clear()
+    _watch.close()
 
 
 def _forget(number: int) -> None:
