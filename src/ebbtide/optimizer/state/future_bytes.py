@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -19,11 +18,11 @@ import torch
 from ebbtide.errors import UsageError
 from ebbtide.measurement.resident import as_stepping, held_by, optimizers_in, storages_in, tensors_in
 from ebbtide.optimizer.state.combined import parts_of
-from ebbtide.optimizer.state.options import options_of, settings_of
+from ebbtide.optimizer.state.options import options_of
 from ebbtide.optimizer.state.stand_ins import stand_in_of, tried_out
 from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.fake_tensors import numbers_are, quiet_log, sizes_only, without_modes
-from ebbtide.torch_seams.optimizers import is_torchs_own, parameters_stepped_by
+from ebbtide.torch_seams.optimizers import parameters_stepped_by
 from ebbtide.user_objects import is_a
 
 __all__ = ["future_state_bytes", "future_state_sizes"]
@@ -51,23 +50,18 @@ def future_state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
     return [size for each in parts_of(optimizer) for size in _future_sizes(as_stepping(each))]
 
 
-_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[object, list[int]]] = weakref.WeakKeyDictionary()
-"""What is known of optimizers of torch's own, by options and kinds of parameters."""
-
-
 def _future_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    sizes = _known.setdefault(optimizer, {}) if is_torchs_own(optimizer) else {}
+    sizes: dict[tuple[object, ...], list[int]] = {}
     total: list[int] = []
     parts = optimizers_in(optimizer)
     if any(_keeps_for_all(each) for each in parts) or _keeps_for_others(optimizer, parts):
         return total
     for position, group in enumerate(optimizer.param_groups):
         options = options_of(group)
-        own = repr(settings_of(group)) if is_torchs_own(optimizer) else position
         for parameter in group["params"]:
             if any(each.state.get(parameter) for each in parts) or not parameter.requires_grad:
                 continue
-            key = (own, tuple(parameter.shape), parameter.dtype, parameter.device)
+            key = (position, tuple(parameter.shape), parameter.dtype, parameter.device)
             if key not in sizes:
                 try:
                     sizes[key] = _state_sizes(optimizer, options, parameter)
