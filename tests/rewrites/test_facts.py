@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,28 @@ def test_without_room_a_smaller_one_will_do() -> None:
         assert measured([fact], "cpu") == {fact.signature: True}
     assert (len(calls), len(large)) == (1, 0)
     assert measured([fact], "cpu") == {fact.signature: False}
+
+
+def test_without_room_what_is_made_up_lies_in_files() -> None:
+    fact, calls = counted(True, size=1000)
+    fact = replace(fact, made_bytes=10)
+    with profiling_within(ProfilingBudget(10)):
+        assert measured([fact], "cpu") == {fact.signature: None}
+    with profiling_within(ProfilingBudget(11)):
+        assert measured([fact], "cpu") == {fact.signature: True}
+    assert calls == [1]
+
+
+def test_a_disk_without_room_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int, dtype: torch.dtype) -> torch.Tensor:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(facts, "mapped", full)
+    fact = Fact("full", "it is", 1000, lambda: normal((3,), torch.float32, "cpu", 1).numel() == 3, made_bytes=0)
+    with profiling_within(ProfilingBudget(11)) as room:
+        assert measured([fact], "cpu") == {"full": None}
+    assert room.unknown_facts
+    assert measured([fact], "cpu") == {"full": True}
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema": "other"}', '{"facts": 3}', '{"facts": {"f": "yes"}}'])
@@ -129,21 +152,34 @@ def given_to(model: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return (x, torch.randint(0, 999, (1024,))) if isinstance(model, Head) else (x,)
 
 
+SMALL_BYTES = 2**17
+"""A tensor of a few numbers for each row."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [FeedForward, Attention, Head])
 def test_measuring_takes_no_more_than_it_says(
     kind: type[nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All facts that are asked for by a plan, and the smaller ones in their place, by the allocator's own count."""
-    taken: dict[str, tuple[int, int]] = {}
+    """All facts that are asked for by a plan, and the smaller ones in their place, by the allocator's own count.
 
-    def counted(fact: Fact, device: str) -> bool:
+    In memory, and with what can lie in files there: both find the same.
+    """
+    taken: dict[str, tuple[int, int]] = {}
+    held_in_files = facts._held_in_files
+
+    def counted(fact: Fact, device: str) -> bool | None:
         if fact.signature not in taken:
             recorder = AllocationRecorder()
             recorder.start()
             with without_modes(), torch.no_grad():
                 held = fact.holds()
             taken[fact.signature] = fact.bytes, peak_above(recorder.stop())
+            if fact.made_bytes is not None:
+                recorder = AllocationRecorder()
+                recorder.start()
+                assert held_in_files(fact, device) == held
+                taken[f"in files: {fact.signature}"] = fact.made_bytes + SMALL_BYTES, peak_above(recorder.stop())
             if fact.smaller is not None:
                 counted(fact.smaller, device)
             return held

@@ -10,7 +10,8 @@
    Where another program may have a plan (*strict*), it is not tried out, unless the budget was refused: what a
    refusal names has to hold when it is asked for, so ops are tried out in what the named budget leaves (*refused*).
 3. Integers may be indices, for which only zeros are safe, and a custom op may write to what it says that it reads:
-   neither borrows. An op that would have to is not tried out (:class:`NotProfiled`).
+   neither borrows. Where there is no room for what does not borrow, it lies in files on a CPU (``cost.mapped``);
+   elsewhere the op is not tried out (:class:`NotProfiled`).
 4. What is made up is the same for all tensors of one shape and type, so what an op of a rewrite guesses is right where
    it is tried out, as it is in nearly every step. Hence single numbers never borrow: what they would find differs, and
    they take next to nothing. Nor does what an op says to write over, or to want small (``step.op_traits``).
@@ -18,6 +19,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 
 from ebbtide.cost.call import Call, TensorSpec
+from ebbtide.cost.mapped import mapped
 from ebbtide.step.op_traits import NAMESPACE, traits_of_op
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.dispatcher import OpOverload, schema_of
@@ -99,16 +102,24 @@ def arguments_for(call: Call) -> tuple[Sequence[Any], dict[str, Any]]:
     specs = [each for each in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, TensorSpec)]
     needs = sum(map(_bytes, (*specs, *call.outputs)))
     borrowed: dict[int, torch.Tensor] = {}
+    in_files = set[int]()
     if budget.free_bytes is None or needs > budget.free_bytes / SMALL_PART:
         lent = _arguments_that_borrow(call)
         able = [position for position, spec in enumerate(specs) if position in lent and _may_borrow(spec)]
         borrowed = _borrowed(specs, able, budget.lenders)
         needs -= sum(_bytes(specs[position]) for position in borrowed)
         unable = sum(_bytes(spec) for position, spec in enumerate(specs) if position not in able)
+        if not budget.holds(needs):
+            in_files = {p for p, spec in enumerate(specs) if spec.device == "cpu" and p not in borrowed}
+            needs, unable = needs - sum(_bytes(specs[p]) for p in in_files), 0 if in_files else unable
         if not budget.holds(needs) and (budget.strict or budget.holds(needs - unable)):
             budget.untried.append(needs)
             raise NotProfiled(f"{call.signature} takes {needs} bytes, {budget.free_bytes} are free")
-    made = iter([_tensor(spec, borrowed.get(position)) for position, spec in enumerate(specs)])
+    try:
+        made = iter([_tensor(spec, borrowed.get(p), p in in_files) for p, spec in enumerate(specs)])
+    except OSError as error:
+        budget.untried.append(needs)
+        raise NotProfiled(f"{call.signature}: no file for its operands ({error})") from error
 
     def fill(value: object) -> object:
         return next(made) if isinstance(value, TensorSpec) else value
@@ -177,35 +188,28 @@ def _lends(lender: torch.Tensor, spec: TensorSpec) -> bool:
     return (lender.dtype, lender.device.type, lender.layout) == (spec.dtype, spec.device, torch.strided)
 
 
-def _tensor(spec: TensorSpec, lender: torch.Tensor | None) -> torch.Tensor:
+def _tensor(spec: TensorSpec, lender: torch.Tensor | None, in_file: bool) -> torch.Tensor:
     if lender is not None:
         tensor = torch.empty(0, dtype=spec.dtype, device=lender.device)
         tensor = tensor.set_(lender.untyped_storage(), 0, spec.shape, spec.stride)
     else:
-        tensor = _vector(spec).as_strided(spec.shape, spec.stride)
+        vector = mapped if in_file else functools.partial(torch.empty, device=spec.device)
+        tensor = _filled(vector(spec.extent, dtype=spec.dtype)).as_strided(spec.shape, spec.stride)
     if "conj" in spec.lazy:
         tensor = tensor.conj()
     return torch.ops.aten._neg_view.default(tensor) if "neg" in spec.lazy else tensor
 
 
-def _vector(spec: TensorSpec) -> torch.Tensor:
-    if spec.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-        return torch.empty(spec.extent, dtype=spec.dtype, device=spec.device).uniform_(generator=_drawing(spec.device))
-    if spec.dtype in (torch.complex64, torch.complex128):
-        vector = torch.empty(spec.extent, dtype=spec.dtype, device=spec.device)
-        torch.view_as_real(vector).uniform_(generator=_drawing(spec.device))
+def _filled(vector: torch.Tensor) -> torch.Tensor:
+    drawing = torch.Generator(vector.device)  # of our own, which starts as every one does: other threads draw meanwhile
+    if vector.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return vector.uniform_(generator=drawing)
+    if vector.dtype in (torch.complex64, torch.complex128):
+        torch.view_as_real(vector).uniform_(generator=drawing)
         return vector
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        numbers = torch.rand(spec.extent, dtype=torch.float32, device=spec.device, generator=_drawing(spec.device))
-        return numbers.to(spec.dtype)
-    if spec.dtype is torch.bool:
-        return torch.ones(spec.extent, dtype=spec.dtype, device=spec.device)
-    return torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
-
-
-def _drawing(device: str) -> torch.Generator:
-    """A generator of our own, which starts as every one does: other threads draw from torch's meanwhile."""
-    return torch.Generator(device)
+    if vector.dtype.is_floating_point or vector.dtype.is_complex:
+        return vector.copy_(torch.rand(vector.numel(), device=vector.device, generator=drawing))
+    return vector.fill_(vector.dtype is torch.bool)
 
 
 def may_take(needs_bytes: float, *, matters: bool = True) -> bool:

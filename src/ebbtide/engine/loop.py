@@ -15,6 +15,7 @@ A call of which nothing takes a gradient has no step: the capture says so, and i
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -43,7 +44,7 @@ from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
 from ebbtide.engine.validity import Demand, Validity
 from ebbtide.errors import BudgetError, CaptureError, EbbtideError, InternalError, VerificationError
-from ebbtide.faults import forget_frames, own_faults
+from ebbtide.faults import forget_frames, own_faults, users_level
 from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.garbage import collect_after_failed_captures, collect_garbage, note_failed_capture
 from ebbtide.measurement.leftovers import forget_dead, leave, watches_of
@@ -53,7 +54,6 @@ from ebbtide.measurement.user_window import UserWindowGauge
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
-from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import may_be_rewritten
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
@@ -252,9 +252,8 @@ def _make(
                     other_plans=model.steps.plans(),
                 )
             )
-        if attempts.refused is not None:  # its trials took more than the budget: no step may follow
-            attempts.refused = _answered(attempts.refused, plan)
-            raise attempts.refused
+        if attempts.refused is not None:
+            _warn_of_trials(attempts.refused, attempts.profiling)
         progress(Progress("lowering the plan and proving its graphs"))
         validity = Validity(
             request=request.number,
@@ -345,18 +344,14 @@ def _more_can_be_found_out(
     it were asked for, and the refusal is made anew. So is the capture, if it had no room to ask kernels how they lay
     out results, on which the refusal rests.
     """
-    profiling, stands = attempts.profiling or ProfilingBudget(), error is attempts.refused
-    if not stands and step.piece.profiled_without_memory and not profiling.refused_bytes:
-        if attempts.may(Again.CAPTURED_IN_ROOM):
-            model.steps.forget(step, now)
-            attempts.refused = error
-            return True
+    profiling = attempts.profiling or ProfilingBudget()
+    if step.piece.profiled_without_memory and not profiling.refused_bytes and attempts.may(Again.CAPTURED_IN_ROOM):
+        model.steps.forget(step, now)
+        attempts.refused = error
+        return True
     named = _profiling_budget(model, step, call, now, error)
-    if (
-        not stands
-        and any(map(named.holds, (*profiling.untried, *profiling.unknown_facts)))
-        and attempts.may(Again.ROOM)
-    ):
+    found_out = any(map(named.holds, (*profiling.untried, *profiling.unknown_facts)))
+    if found_out and attempts.may(Again.ROOM):
         attempts.refused = error
         return True
     for note in _rests_on(profiling, step):
@@ -365,20 +360,14 @@ def _more_can_be_found_out(
     return False
 
 
-def _answered(refused: BudgetError, plan: Plan) -> BudgetError:
-    """The refusal of a budget for which there is ``plan``, which rests on what more than the budget found out."""
-    smallest = min(plan.smallest_bytes, refused.budget_bytes)
-    return BudgetError(
-        f"whether a budget of {format_allowed(refused.budget_bytes)} is enough could not be found out within it. "
-        "It is, as has been found out now with more memory than that: call the model again, and it trains within this "
-        f"budget. The smallest for which a plan was found is {format_allowed(smallest)}",
-        budget_bytes=refused.budget_bytes,
-        floor_bytes=min(refused.floor_bytes, smallest),
-        smallest_bytes=smallest,
-        resident_bytes=refused.resident_bytes,
-        pinned_by=refused.pinned_by,
-        resident_parts=refused.resident_parts,
-    )
+def _warn_of_trials(refused: BudgetError, profiling: ProfilingBudget) -> None:
+    """Say that there is a plan within a budget that was refused, and what it took to find that out."""
+    if profiling.free_bytes is not None and profiling.refused_bytes > profiling.free_bytes:
+        warnings.warn(
+            f"whether a budget of {format_allowed(refused.budget_bytes)} is enough could not be found out within it: "
+            "it is, and to try out kernels, once, this call may have exceeded it. What was found out is kept",
+            stacklevel=users_level(),
+        )
 
 
 def _rests_on(profiling: ProfilingBudget, step: Step) -> Iterator[str]:

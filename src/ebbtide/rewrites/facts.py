@@ -6,12 +6,15 @@
 2. A kernel may add in another order where its operands begin at another address: MKL's products of small matrices do. A
    slice of what a rewrite makes itself is a tensor of its own, which begins at a multiple of :data:`ALIGNMENT` as all
    that is allocated does, wherever that slice lies in the whole; it is measured as that (:func:`own`, :func:`either`).
-3. Measuring needs the whole result once, within the profiling budget (``cost.profiling_budget``). Where it is small,
-   nobody knows, and what rests on the fact is not used.
+3. Measuring needs the whole result once, within the profiling budget (``cost.profiling_budget``). Where that has no
+   room for it, less is measured that does as well; else what is made up, and whole results of products, lie in files
+   (``cost.mapped``), on a CPU. Where that is not possible either, nobody knows, and what rests on the fact is not used.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from ebbtide.cost.cache import device_context, product_precisions
 from ebbtide.cost.call import TensorSpec
+from ebbtide.cost.mapped import mapped
 from ebbtide.cost.profiling_budget import may_take
 from ebbtide.files import EntryFile
 from ebbtide.torch_seams.fake_tensors import without_modes
@@ -35,6 +39,7 @@ __all__ = [
     "measured",
     "normal",
     "own",
+    "place_of_whole",
     "same_bits",
 ]
 
@@ -53,6 +58,7 @@ class Fact:
         signature: all that it depends on besides the device.
         says: it in words.
         bytes: that measuring takes at its peak, but for what is small beside that.
+        made_bytes: of them, what cannot lie in files; ``None`` if nothing can.
         holds: measures it.
         smaller: what is measured instead where there is no room for this one, on fewer rows of an op whose rows do
             not depend on each other; ``None`` if nothing would do.
@@ -63,6 +69,7 @@ class Fact:
     bytes: int
     holds: Callable[[], bool] = field(compare=False, repr=False)
     smaller: Fact | None = field(default=None, compare=False, repr=False)
+    made_bytes: int | None = None
 
 
 class FactCache(EntryFile[bool]):
@@ -102,12 +109,54 @@ def measured(facts: Iterable[Fact], device: str) -> dict[str, bool | None]:
 def _measured(fact: Fact, device: str) -> bool | None:
     known = known_facts(device)
     if fact.signature not in known:
-        if not may_take(fact.bytes * _BESIDES, matters=fact.smaller is None):
-            return None if fact.smaller is None else _measured(fact.smaller, device)
-        with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
-            known[fact.signature] = fact.holds()
-        _cache(device).add({fact.signature: known[fact.signature]})
+        if may_take(fact.bytes * _BESIDES, matters=False):
+            held: bool | None = _held(fact, device)
+        elif fact.smaller is not None:
+            return _measured(fact.smaller, device)
+        else:
+            held = _held_in_files(fact, device)
+        if held is None:
+            may_take(fact.bytes * _BESIDES)  # notes it
+            return None
+        known[fact.signature] = held
+        _cache(device).add({fact.signature: held})
     return known[fact.signature]
+
+
+def _held(fact: Fact, device: str) -> bool:
+    with without_modes(), torch.no_grad(), torch.autocast(device, enabled=False):
+        return fact.holds()
+
+
+class _OfThread(threading.local):
+    """Whether a fact is tried out with its numbers in files."""
+
+    in_files = False
+
+
+_here = _OfThread()
+
+
+def _held_in_files(fact: Fact, device: str) -> bool | None:
+    if device != "cpu" or fact.made_bytes is None or not may_take(fact.made_bytes * _BESIDES, matters=False):
+        return None
+    _here.in_files = True
+    try:
+        return _held(fact, device)
+    except OSError:  # no room on the disk either
+        return None
+    finally:
+        _here.in_files = False
+
+
+def place_of_whole(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Where a whole result is to be written; ``None`` where it may be a tensor of its own (definition 3)."""
+    return mapped(math.prod(shape), dtype).view(shape) if _here.in_files else None
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    place = place_of_whole(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device) if place is None else place
 
 
 def own(part: Tensor) -> Tensor:
@@ -127,10 +176,7 @@ def either(part: Tensor) -> Iterator[Tensor]:
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:
     """Normal numbers of a generator of their own."""
     drawing = torch.Generator(device).manual_seed(seed)
-    if dtype in (torch.float32, torch.float64):
-        return torch.randn(shape, dtype=dtype, device=device, generator=drawing)
-    made = torch.empty(shape, dtype=dtype, device=device)
-    return made.normal_(generator=drawing)
+    return _empty(shape, dtype, device).normal_(generator=drawing)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -144,7 +190,8 @@ def made_up(spec: TensorSpec, seed: int) -> Tensor:
     if spec.dtype.is_floating_point:
         vector = normal((spec.extent,), spec.dtype, spec.device, seed)
     elif spec.dtype is torch.bool:
-        vector = normal((spec.extent,), torch.float32, spec.device, seed) > 0
+        vector = _empty((spec.extent,), torch.bool, spec.device)
+        torch.gt(normal((spec.extent,), torch.float32, spec.device, seed), 0, out=vector)
     else:
         vector = torch.zeros(spec.extent, dtype=spec.dtype, device=spec.device)
     return vector.as_strided(spec.shape, spec.stride)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import starmap
 
 import torch
 from torch import Tensor
 
-from ebbtide.rewrites.facts import Fact, either, normal, own, same_bits
+from ebbtide.rewrites.facts import Fact, either, normal, own, place_of_whole, same_bits
 from ebbtide.rewrites.heads.cuts import read, rows_read
 from ebbtide.rewrites.heads.logit_ops import apply_text, caps, taken_back
 from ebbtide.rewrites.heads.slices import (
@@ -138,7 +139,7 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 
 def logits_in_slices(x: Operands, axis: str, size: int) -> Pairs:
     """``"rows"`` or ``"columns"`` of the logits, made whole, and products of ``size`` of these."""
-    whole = x.logits()
+    whole = x.logits(place_of_whole((x.h.shape[0], x.wt.shape[1]), x.h.dtype))
     for a, b in spans(x.h.shape[0] if axis == "rows" else x.wt.shape[1], size):
         if axis == "rows":
             yield whole[a:b], x.rows(a, b).logits()
@@ -163,16 +164,18 @@ def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
 
     def of_hidden() -> Pairs:
         gradient, w = _normal_logits(sizes, sizes.dtype, 4), _operands(sizes).wt.t()
-        whole = torch.mm(gradient, w)
+        whole = torch.mm(gradient, w, out=place_of_whole((sizes.rows, sizes.width), sizes.dtype))
         for a, b in spans(sizes.rows, rows):
             for part in either(gradient[a:b]):
                 yield whole[a:b], torch.mm(part, w)
 
+    part, needs = logits_by_slices(sizes, "rows", rows)
     yield _product_fact(
         f"rows of logits {sizes} by {rows}",
         f"{rows} rows of the logits at a time",
         sizes,
-        logits_by_slices(sizes, "rows", rows)[1],
+        needs,
+        part,
         lambda: logits_in_slices(_operands(sizes), "rows", rows),
     )
     yield _product_fact(
@@ -180,6 +183,7 @@ def row_facts(sizes: HeadSizes, rows: int) -> Iterator[Fact]:
         f"{rows} rows of the hidden states' gradient at a time",
         sizes,
         sizes.logits_bytes + sizes.operand_bytes,
+        part + sizes.hidden_bytes,
         of_hidden,
     )
 
@@ -189,7 +193,7 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
 
     def of_weight() -> Pairs:
         gradient, h = _normal_logits(sizes, sizes.dtype, 4), _operands(sizes).h
-        whole = torch.mm(gradient.t(), h)
+        whole = torch.mm(gradient.t(), h, out=place_of_whole((sizes.vocabulary, sizes.width), sizes.dtype))
         sums = torch.sum(gradient, [0]) if sizes.bias else None
         for a, b in spans(sizes.vocabulary, columns):
             part = _as_columns(sizes, gradient[:, a:b])
@@ -203,6 +207,7 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
         f"{columns} columns of the logits",
         sizes,
         needs,
+        part,
         lambda: logits_in_slices(_operands(sizes), "columns", columns),
     )
     yield _product_fact(
@@ -210,17 +215,21 @@ def column_facts(sizes: HeadSizes, columns: int) -> Iterator[Fact]:
         f"{columns} rows of the weight's gradient",
         sizes,
         sizes.logits_bytes + sizes.operand_bytes + sizes.weight_bytes + part,
+        part + -(-sizes.weight_bytes * columns // max(sizes.vocabulary, 1)),
         of_weight,
     )
 
 
-def _product_fact(signature: str, says: str, sizes: HeadSizes, needs: int, pairs: Callable[[], Pairs]) -> Fact:
-    """About products of the operands, which take ``needs`` bytes besides them.
+def _product_fact(
+    signature: str, says: str, sizes: HeadSizes, needs: int, made: int, pairs: Callable[[], Pairs]
+) -> Fact:
+    """About products of the operands, which take ``needs`` bytes besides them, ``made`` of them in no file.
 
     Kernels that sum narrow numbers in float32 copy the operands.
     """
     widened = 2 * (sizes.operand_bytes + sizes.weight_bytes) if sizes.dtype.itemsize < 4 else 0
-    return Fact(signature, says, needs + sizes.operand_bytes + widened, lambda: all_equal(pairs()))
+    needs += sizes.operand_bytes + widened
+    return Fact(signature, says, needs, lambda: all_equal(pairs()), made_bytes=made + widened)
 
 
 def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
@@ -234,7 +243,7 @@ def _as_columns(sizes: HeadSizes, values: Tensor) -> Tensor:
 
 # -- the softmax --------------------------------------------------------------------------------------------------
 
-_FEW_SLICES = 4
+_FEW_SLICES = (2, 4)
 """Slices of rows on which the softmax is tried where there is no room for all: a row of it depends on no other row."""
 _FEW_CLASSES = 256
 """On which the loss is tried, which reads one number of each row."""
@@ -250,13 +259,18 @@ def softmax_facts(sizes: HeadSizes, rows: int, columns: Sequence[int]) -> Iterat
         2 * sizes.rows * _FEW_CLASSES * sizes.softmax.itemsize,
         lambda: all_equal(_losses(few_classes)),
     )
-    few = replace(sizes, rows=min(sizes.rows, _FEW_SLICES * max(rows, LEAST)), cut=())
     whole = replace(sizes, cut=())
-    yield replace(_rows_fact(sizes, rows), smaller=_rows_fact(few, rows))
+    fewer = [replace(whole, rows=min(sizes.rows, count * max(rows, LEAST))) for count in _FEW_SLICES]
+    yield _smallest_last(_rows_fact(each, rows) for each in (*fewer, sizes))
     for size in columns:
-        yield replace(_columns_fact(whole, size), smaller=_columns_fact(few, size))
+        yield _smallest_last(_columns_fact(each, size) for each in (*fewer, whole))
     if sizes.logit_ops:
-        yield replace(_logit_ops_fact(whole, rows, columns), smaller=_logit_ops_fact(few, rows, columns))
+        yield _smallest_last(_logit_ops_fact(each, rows, columns) for each in (*fewer, whole))
+
+
+def _smallest_last(facts: Iterable[Fact]) -> Fact:
+    """The last of ``facts``, each with the one before it for where there is no room."""
+    return functools.reduce(lambda smaller, each: replace(each, smaller=smaller), facts)
 
 
 def _rows_fact(sizes: HeadSizes, rows: int) -> Fact:
@@ -266,6 +280,7 @@ def _rows_fact(sizes: HeadSizes, rows: int) -> Fact:
         f"{rows} rows of the softmax at a time",
         (3 if sizes.cut else 2) * sizes.softmax_bytes + 2 * part,
         lambda: all_equal(_softmax_by_rows(sizes, rows)),
+        made_bytes=(2 if sizes.cut else 1) * sizes.softmax_bytes + 2 * part,
     )
 
 
@@ -276,6 +291,7 @@ def _columns_fact(sizes: HeadSizes, columns: int) -> Fact:
         f"{columns} columns of the softmax at a time",
         2 * sizes.softmax_bytes + 3 * part,
         lambda: all_equal(_softmax_by_columns(sizes, columns)),
+        made_bytes=sizes.softmax_bytes + 3 * part,
     )
 
 
@@ -312,6 +328,11 @@ def _sample(sizes: HeadSizes) -> tuple[Tensor, Loss, Tensor]:
     return x, how, torch.full(shape, 0.37, dtype=sizes.softmax, device=sizes.device)
 
 
+def _log_softmax(x: Tensor) -> Tensor:
+    place = place_of_whole(tuple(x.shape), x.dtype)
+    return _aten._log_softmax(x, 1, False) if place is None else _aten._log_softmax.out(x, 1, False, out=place)
+
+
 def _whole_loss(softmax: Tensor, how: Loss) -> tuple[Tensor, Tensor]:
     """Loss and total weight as eager has them."""
     return _aten.nll_loss_forward(softmax, how.labels, None, how.reduction, how.ignore_index)
@@ -332,7 +353,7 @@ def _softmax_by_rows(sizes: HeadSizes, rows: int) -> Pairs:
     x, how, tangent = _sample(replace(sizes, rows=rows_read(sizes.rows, sizes.cut), cut=()))
     if sizes.cut:
         x = _normal_logits(sizes, sizes.softmax, 5)
-    whole = _aten._log_softmax(read(x, sizes.cut), 1, False)
+    whole = _log_softmax(read(x, sizes.cut))
     places = read(torch.arange(sizes.rows, device=sizes.device), sizes.cut).contiguous()
     sums = torch.sum(whole, [1]) if sizes.smoothed else None
     slices: list[tuple[int, int]] = []
@@ -355,7 +376,7 @@ def _softmax_by_rows(sizes: HeadSizes, rows: int) -> Pairs:
 def _softmax_by_columns(sizes: HeadSizes, columns: int) -> Pairs:
     x, how, tangent = _sample(sizes)
     largest, where = x.max(1)
-    whole = _aten._log_softmax(x, 1, False)
+    whole = _log_softmax(x)
     log_sum = whole.gather(1, where.unsqueeze(1))
     slices = spans(sizes.vocabulary, columns)
     for a, b in slices:

@@ -47,9 +47,11 @@ class Operands(NamedTuple):
     wt: Tensor
     bias: Tensor | None
 
-    def logits(self) -> Tensor:
-        """The product."""
-        return torch.mm(self.h, self.wt) if self.bias is None else torch.addmm(self.bias, self.h, self.wt)
+    def logits(self, out: Tensor | None = None) -> Tensor:
+        """The product, in ``out`` if that is given."""
+        if self.bias is None:
+            return torch.mm(self.h, self.wt, out=out)
+        return torch.addmm(self.bias, self.h, self.wt, out=out)
 
     def rows(self, a: int, b: int) -> Operands:
         """What makes rows ``a`` to ``b`` of the logits."""

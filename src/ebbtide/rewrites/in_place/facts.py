@@ -37,6 +37,7 @@ def _fact(call: Call, operand: int, smaller: Fact | None) -> Fact:
         sum(_bytes(each) for each in _specs(call)) + 2 * _bytes(call.outputs[0]),
         lambda: _holds(call, operand),
         smaller,
+        2 * _bytes(call.outputs[0]),
     )
 
 

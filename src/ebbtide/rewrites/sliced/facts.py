@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from ebbtide.cost.call import TensorSpec
-from ebbtide.rewrites.facts import Fact, made_up, own
+from ebbtide.rewrites.facts import Fact, made_up, own, place_of_whole
 from ebbtide.rewrites.sliced.axes import Axis, Cut, Piece, is_product
 from ebbtide.rewrites.sliced.calls import InSlices, SlicedCall, moved_arguments
 from ebbtide.torch_seams.dispatcher import OpOverload, is_pointwise
@@ -88,11 +88,13 @@ class _OpFact:
         out = part.meta["val"]
         result = math.prod(self._shape(tuple(out.shape), leading)) * out.element_size()
         widened = 2 * sum(_bytes(each) for each in specs if each.dtype.itemsize < 4) if self._widens() else 0
+        made = copied + widened + share * result
         return Fact(
             f"{name} by {axis.name} {list(axis.leading)} of {operands} {constants} by {size}",
             f"{size} {axis.name} at a time of {self._what(name)}",
-            math.ceil(sum(map(_bytes, specs)) + copied + widened + (1 + share) * result),
+            math.ceil(sum(map(_bytes, specs)) + made + result),
             lambda: self._holds(axis, specs),
+            made_bytes=math.ceil(made + (0 if is_product(part) else result)),
         )
 
     def _widens(self) -> bool:
@@ -132,7 +134,7 @@ class _OpFact:
     def _holds(self, axis: Axis, specs: Sequence[TensorSpec]) -> bool:
         by_place = self._depends_on_place()
         tensors = [made_up(spec, seed) for seed, spec in enumerate(specs)]
-        whole = self._flat(self._call(tensors, inner=False))
+        whole = self._flat(self._whole(tensors))
         if by_place and not _alike_in_vectors(
             whole, [axis.part(whole, self.cut, each) for each in axis.pieces(self.size)]
         ):
@@ -166,12 +168,23 @@ class _OpFact:
         part = axis.part(self._flat(tensor), self.cuts[index], piece)
         return own(part) if tensor.is_contiguous() else own(part.mT).mT
 
+    def _whole(self, tensors: Sequence[Tensor]) -> Tensor:
+        value = self.part.meta["val"]
+        place = place_of_whole(tuple(value.shape), value.dtype) if is_product(self.part) else None
+        if place is None:
+            return self._call(tensors, inner=False)
+        return self.part.target.overloadpacket(*self._arguments(tensors), out=place, **self.part.kwargs)  # type: ignore[union-attr]
+
     def _call(self, tensors: Sequence[Tensor], *, inner: bool) -> Tensor:
+        args = self._arguments(tensors)
+        given = moved_arguments(self.part, args) if inner else args
+        return self.part.target(*given, **self.part.kwargs)  # type: ignore[operator]
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         args: list[Any] = list(self.part.args)
         for position, each in zip(self.positions, tensors, strict=True):
             args[position] = each
-        given = moved_arguments(self.part, args) if inner else args
-        return self.part.target(*given, **self.part.kwargs)  # type: ignore[operator]
+        return args
 
 
 def _alike_in_vectors(whole: Tensor, parts: Sequence[Tensor]) -> bool:
