@@ -30,4 +30,4 @@ def mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
         file.truncate(size)
         if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and would be a signal at a write
             os.posix_fallocate(file.fileno(), 0, size)
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype, count=count)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)[:count]

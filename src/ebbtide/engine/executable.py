@@ -19,7 +19,7 @@ from ebbtide.engine.first_runs import FirstRuns, Measured
 from ebbtide.engine.reserve import most_unsplit_bytes, unsplit_bytes
 from ebbtide.engine.retained import Retained, retained_above_bytes
 from ebbtide.engine.step_code import StepCode, code_of, lowered_and_proven
-from ebbtide.engine.validity import Demand, Validity
+from ebbtide.engine.validity import Demand, Validity, leaves_more
 from ebbtide.errors import BudgetExceeded
 from ebbtide.faults import users_level
 from ebbtide.lower.compared import held_ops
@@ -35,7 +35,7 @@ from ebbtide.step.simulate import simulate
 from ebbtide.transfers.paths import TransferPath
 from ebbtide.units import format_allowed, format_bytes, format_percent
 
-__all__ = ["Executable", "executable_numbered", "executable_of"]
+__all__ = ["Executable", "executable_numbered", "executable_of", "left_bytes"]
 
 # A measured peak that is further from the prediction than this is worth a word (DESIGN: 0.1 % on CPU, 1 % on CUDA).
 _TOLERANCE = {"cpu": 0.001, "cuda": 0.01}
@@ -84,8 +84,7 @@ class Executable:
     @functools.cached_property
     def leaves_bytes(self) -> int:
         """What is kept while its step is pending, or by the gradients that its backward has made since."""
-        program = self.plan.program
-        return max(self.plan.boundary_bytes, sum(program.buffers[b].bytes for b in program.gradients))
+        return left_bytes(self.plan)
 
     @functools.cached_property
     def overhead(self) -> float:
@@ -125,7 +124,17 @@ class Executable:
         free = 0 if now.request.given_plan is not None else self.measured.unsplit_bytes
         over = now.resident_bytes + free - self.plan.budget_bytes
         in_window = over + self.needs_with(peak, held, now.retained)
-        return self.validity.differs(now, self.plan, over + self.needs_bytes, in_window)
+        why = self.validity.differs(now, self.plan, over + self.needs_bytes, in_window)
+        if why is None and leaves_more(now, self.plan.planner, self.leaves_bytes):
+            return "forwards in flight were planned with less room for what this one keeps until its backward"
+        return why
+
+    @functools.cached_property
+    def most_held_bytes(self) -> int:
+        """What others may hold from its forward to its step's end."""
+        plan, program = self.plan, self.plan.program
+        needs = plan.resident_bytes + self.needs_with(program.between_bytes, program.held_bytes)
+        return program.held_bytes + max(plan.budget_bytes - needs, 0)
 
     # -- a measured step ----------------------------------------------------------------------------------------
 
@@ -187,6 +196,12 @@ class Executable:
             measured_peak_bytes=peak,
             op=str(op),
         )
+
+
+def left_bytes(plan: Plan) -> int:
+    """What a step under ``plan`` keeps while it is pending, or by the gradients that its backward has made since."""
+    program = plan.program
+    return max(plan.boundary_bytes, sum(program.buffers[b].bytes for b in program.gradients))
 
 
 def executable_numbered(number: int) -> Executable:

@@ -57,6 +57,7 @@ __all__ = [
     "learn_overlap",
     "learn_retained",
     "learn_together",
+    "most_left_bytes",
     "pending_around",
     "pending_step",
     "pending_steps_of",
@@ -279,19 +280,37 @@ def learn_overlap(pending: PendingStep, before: list[PendingStep]) -> None:
     """``pending`` has started while those of ``before`` were pending, the first of them first: tell their models."""
     executable = pending.executable
     assert executable is not None
-    plan, others = executable.plan, 0
-    needs = executable.needs_bytes
+    plan, needs = executable.plan, executable.needs_bytes
     least = plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes
-    for earlier in reversed(before):
+    for earlier in before:
         earlier.overlap.started_since.add(pending.overlap.call_slot)
-        if earlier.executable is None or earlier.siblings.knowledge is None:
-            continue
-        shared = {each.key for each in earlier.holdings.inputs}
-        own = others + sum(each.bytes for each in pending.holdings.inputs if each.key not in shared)
-        proof = own + plan.reserve_bytes  # it may be proven again and again, by other plans
-        found = UserWindow(proof + needs, own + executable.leaves_bytes, proof + min(least, needs))
-        earlier.siblings.knowledge.learn_forward(earlier.overlap.call_slot, pending.overlap.call_slot, found)
-        others += earlier.executable.leaves_bytes
+    for earlier, _, besides in _besides(pending.holdings.inputs, before):
+        if earlier.siblings.knowledge is not None:
+            proof = besides + plan.reserve_bytes  # it may be proven again and again, by other plans
+            found = UserWindow(proof + needs, besides + executable.leaves_bytes, proof + min(least, needs))
+            earlier.siblings.knowledge.learn_forward(earlier.overlap.call_slot, pending.overlap.call_slot, found)
+
+
+def _besides(
+    inputs: Sequence[StorageWatch], before: Sequence[PendingStep]
+) -> Iterator[tuple[PendingStep, Executable, int]]:
+    """Pending steps, the last first, and what comes between their graphs beside a forward with these ``inputs``."""
+    others = 0
+    for earlier in reversed(before):
+        if earlier.executable is not None:
+            shared = {each.key for each in earlier.holdings.inputs}
+            own = sum(each.bytes for each in inputs if each.key not in shared)
+            yield earlier, earlier.executable, others + own
+            others += earlier.executable.leaves_bytes
+
+
+def most_left_bytes(slot: CallSlot, inputs: Sequence[StorageWatch], before: Sequence[PendingStep]) -> int | None:
+    """What a call of ``slot`` may keep for its backward, by the plans of ``before`` that have room for it.
+
+    ``None`` if there are none.
+    """
+    expecting = [each for each in _besides(inputs, before) if slot in each[0].overlap.planned_for]
+    return min((executable.most_held_bytes - besides for _, executable, besides in expecting), default=None)
 
 
 def learn_retained(pending: PendingStep, *, again: bool) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +20,18 @@ from ebbtide.engine.after import hooks_end
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.configuration import Configuration, Request
+from ebbtide.engine.executable import left_bytes
 from ebbtide.engine.given import given_plan_here, program_of, start_here
 from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
-from ebbtide.engine.pending_steps import PendingSteps
+from ebbtide.engine.pending_steps import PendingSteps, most_left_bytes
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbtide.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_pending
 from ebbtide.engine.retained import Retained, plan_retained
 from ebbtide.engine.step import Step
 from ebbtide.engine.user_window import UserWindow
-from ebbtide.engine.validity import Demand
+from ebbtide.engine.validity import LEAST_MEMORY, Demand, leaves_more
 from ebbtide.errors import BudgetError, CaptureError
 from ebbtide.faults import users_level
 from ebbtide.measurement.resident import gradients_to_come
@@ -75,6 +77,7 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
         settings=in_backward.settings if in_backward is not None and now.updates else (),
         checkpointed=now.checkpointed,
         others_in_flight=bool(now.flying_bytes),
+        most_left_bytes=most_left_bytes(now.call_slot, now.inputs, now.pending) if now.pending else None,
     )
 
 
@@ -212,6 +215,10 @@ def plan_for(task: PlanTask) -> tuple[Plan, bool]:
                 raise  # here, with no frame more than it has
         _warn_of_untrained()
         window = windows.of(now.call_slot)
+    if leaves_more(task.demand, plan.planner, left_bytes(plan)):
+        with contextlib.suppress(BudgetError):
+            wanted = replace(wanted, options=replace(wanted.options, planner=LEAST_MEMORY))
+            plan = make_plan(**wanted.arguments(window))
     retained = windows.retained(now.call_slot)
     return plan if retained is None else _with_room_for_retained(wanted, plan, retained), guess
 
@@ -334,7 +341,7 @@ def _options(task: PlanTask, parts: Mapping[str, int], *, guess: bool) -> Planni
     if now.checkpointed:  # see Step.of_checkpoint
         options = replace(options, tiers=())
     if guess:  # Nobody knows yet what the loss takes: this step leaves it all the room that there is.
-        options = replace(options, planner="least_memory")
+        options = replace(options, planner=LEAST_MEMORY)
     if configuration.rewrites:
         alternatives = alternatives_of(
             task.captured,
@@ -381,7 +388,7 @@ def _instead(
         resident_bytes=wanted.resident_bytes - now.flying_bytes,
         options=replace(
             wanted.options,
-            planner="least_memory",
+            planner=LEAST_MEMORY,
             resident_parts=without_pending(wanted.options.resident_parts, now.flying_bytes),
         ),
     )

@@ -20,7 +20,10 @@ from ebbtide.planning.step_end import StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.units import format_bytes
 
-__all__ = ["Demand", "Validity"]
+__all__ = ["LEAST_MEMORY", "Demand", "Validity", "leaves_more"]
+
+LEAST_MEMORY = "least_memory"
+"""The planner of the plan that leaves others all the room that there is."""
 
 
 _MORE_AT_AN_END = "more is taken before the step or after it: {}"
@@ -43,6 +46,8 @@ class Demand:
         settings: of the optimizer that does; empty without one.
         checkpointed: whether somebody else's checkpoint or offload may be around the call.
         others_in_flight: whether forwards in flight keep anything.
+        most_left_bytes: that may be left until the backward by the plans of forwards in flight, which were planned
+            with room for this one; ``None`` if there are none.
     """
 
     request: Request
@@ -56,6 +61,7 @@ class Demand:
     settings: tuple[object, ...]
     checkpointed: bool
     others_in_flight: bool
+    most_left_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +117,11 @@ class Validity:
             budget, resident = plan.budget_bytes, now.resident_bytes
             found += [_MORE_AT_AN_END.format(e.what) for e in now.ends if not e.held_by(budget, plan.program, resident)]
         return ", and ".join(found) or None
+
+
+def leaves_more(now: Demand, planner: str, left_bytes: int) -> bool:
+    """Whether a plan leaves more than forwards in flight have room for, and there may be one that does not."""
+    return now.most_left_bytes is not None and left_bytes > now.most_left_bytes and planner != LEAST_MEMORY
 
 
 def _more_of(now: Demand) -> str:
