@@ -11,6 +11,7 @@ import torch
 
 from ebbtide._api.refusals import refuse_to_fit, require_call, require_module
 from ebbtide.capture.joint import Captured
+from ebbtide.capture.layouts import Layouts
 from ebbtide.capture.loss import guarded
 from ebbtide.capture.trace import forward_of
 from ebbtide.cost.attach import is_measured_form
@@ -18,6 +19,7 @@ from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.executable import executable_of
 from ebbtide.engine.pending_steps import PendingStep, PendingSteps
 from ebbtide.engine.snapshot import snapshot
+from ebbtide.engine.tangent_layouts import TangentLayouts
 from ebbtide.engine.validity import Validity
 from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import PlanMismatch, UsageError
@@ -29,7 +31,7 @@ from ebbtide.options import Options
 from ebbtide.report.plan import Plan
 from ebbtide.report.records.curve import Curve, Marks, curve_of
 from ebbtide.report.records.points import Measured
-from ebbtide.rewrites.choices import apply_proven, choice_of
+from ebbtide.rewrites.choices import apply_held, apply_proven, choice_of
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_schedule
 from ebbtide.tiers import parse_tiers
@@ -206,7 +208,28 @@ class Verifier:
         resting_on = Validity(
             request=0, tentative=False, accumulates=False, updates=False, settings=(), moves=plan.schedule.moves
         )
-        executable = executable_of(self._step(plan), plan, resting_on, device=self._device, verify=False, tiers=tiers)
+        step = self._step(plan)
+
+        def traced_again(layouts: Layouts) -> Captured:
+            again = self._capture.traced_again(self._as_captured(), layouts)
+            return again if plan.rewritten is None else apply_held(again, plan.rewritten.rewrites, self._device)
+
+        executable = executable_of(
+            step,
+            plan,
+            resting_on,
+            device=self._device,
+            verify=False,
+            tiers=tiers,
+            layouts=TangentLayouts(
+                first=tuple(node.meta["val"] for node in step.tangents),
+                device=self._device,
+                captured=step,
+                plan=plan,
+                traced_again=traced_again,
+                learn=lambda _: None,
+            ),
+        )
         pending_steps = PendingSteps()
 
         def call() -> Any:

@@ -18,6 +18,7 @@ from ebbtide.capture.trace import compile_step, forget_step, forward_of, transla
 from ebbtide.errors import CaptureError, EbbtideError
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams import trees as pytree
+from ebbtide.torch_seams.aot import DynamoGraph
 from ebbtide.torch_seams.compile_mode import OwnCompileMode
 from ebbtide.torch_seams.eager_answers import Answers
 from ebbtide.torch_seams.fake_tensors import FakeTensor, FakeTensorMode, mode_of
@@ -45,6 +46,9 @@ class _Reader:
 
     def take_inputs(self, inputs: Sequence[object]) -> None:
         self._inputs = tuple(self._names.get(id(each), "") for each in inputs)
+
+    def take_graph(self, graph: DynamoGraph) -> None:
+        pass
 
     def take_results(self, results: Sequence[object]) -> None:
         pass

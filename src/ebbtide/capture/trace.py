@@ -41,7 +41,7 @@ from ebbtide.capture.rules.recurrent import packed_sequence_refusal, unroll_recu
 from ebbtide.errors import CaptureError
 from ebbtide.faults import RAISED_IN_CAPTURE
 from ebbtide.signals import signals_wait
-from ebbtide.torch_seams.aot import joint_graph_settings, kinds_of_several_tensors, two_graph_backend
+from ebbtide.torch_seams.aot import DynamoGraph, joint_graph_settings, kinds_of_several_tensors, two_graph_backend
 from ebbtide.torch_seams.carried import cut_off_freed
 from ebbtide.torch_seams.checks import checks_as
 from ebbtide.torch_seams.compile_mode import not_exporting
@@ -94,6 +94,10 @@ class Partitioner(Protocol):
 
     def take_inputs(self, inputs: Sequence[object]) -> None:
         """What the step that comes next goes in with, in the order of its primals."""
+        ...
+
+    def take_graph(self, graph: DynamoGraph) -> None:
+        """The graph that is traced next, to be traced again where gradients arrive in other memory layouts."""
         ...
 
     def take_results(self, results: Sequence[object]) -> None:
@@ -204,6 +208,7 @@ def compile_step(
         if elsewhere:
             refuse_autocast(graph)
         kept().take_inputs(inputs)
+        kept().take_graph(DynamoGraph(graph))
         compiled = _told_to(kept, cut_off_freed(planned(graph, inputs), graph.graph))
         return compiled if beside is None else beside.around(compiled)
 

@@ -24,6 +24,7 @@ What is known of a model:
 What has to be as in eager:
 
 - ``hook_order`` and ``gradient_watcher``: when gradients reach parameters, and which backwards made them.
+- ``tangent_layouts``: gradients of outputs that arrive in other memory layouts than were traced.
 - ``unused``: gradients that no used output depends on; ``snapshot``: what a failed proof puts back.
 - ``copies``: copies and pickles, which are plain models.
 - ``derivatives``, ``linked_outputs`` and ``offload_hooks``: what no step has, refused by name.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import fx
 
 from ebbtide.capture.attempts import attempted
 from ebbtide.capture.joint import Captured, accumulating, read_joint
+from ebbtide.capture.layouts import Layouts, laid_out
 from ebbtide.capture.numbers import Numbers
 from ebbtide.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbtide.capture.trace import (
@@ -49,7 +50,7 @@ from ebbtide.engine.stubs import stubs
 from ebbtide.errors import CaptureError, InternalError
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.signals import signals_wait
-from ebbtide.torch_seams.aot import boxed
+from ebbtide.torch_seams.aot import DynamoGraph, boxed
 from ebbtide.torch_seams.compile_mode import NO_FRAMES, NotCompiled, OwnCompileMode
 from ebbtide.torch_seams.dynamo import sizes_as_symbols
 from ebbtide.torch_seams.eager_answers import Answers
@@ -133,6 +134,7 @@ class Capture:
     def _begin(self) -> None:
         """Nothing is captured."""
         self._joint: fx.GraphModule | None = None
+        self._graph: DynamoGraph | None = None
         self._output_count = 0
         self._captured: Captured | None = None
         self._compiled = compile_step(self, symbolic=self.symbolic, numbers=self._numbers)
@@ -276,6 +278,34 @@ class Capture:
         with signals_wait(), capture_settings(here=True):
             return self._read(at_sizes(self._joint, by_name, self._taken.conditions))
 
+    def traced_again(self, captured: Captured, layouts: Layouts) -> Captured:
+        """``captured``, which is of this capture, where gradients of its outputs arrive in ``layouts``.
+
+        Raises:
+            StaleCapture: if a capture of many shapes holds them not, and one of its own has to serve the call.
+            CaptureError: if it cannot be planned.
+        """
+        try:
+            again, count = self._traced(captured, layouts)
+        except CaptureError as error:
+            if not self.symbolic:
+                raise
+            raise StaleCapture(str(error)) from error
+        if count != captured.forward_output_count or len(again.primals) != len(captured.primals):
+            raise InternalError("a step traced again has other inputs or outputs")
+        return replace(again, parameters=captured.parameters)
+
+    def _traced(self, captured: Captured, layouts: Layouts) -> tuple[Captured, int]:
+        assert self._graph is not None
+        traced = zip(captured.tangents, layouts, strict=True)
+        like = [laid_out(node.meta["val"].shape, strides, symbolic=self.symbolic) for node, strides in traced]
+        with signals_wait(), capture_settings(here=True):
+            joint, count = self._graph.joint(like)
+            if self.symbolic:
+                sizes = {node.name: node.meta.get("val") for node in captured.primals}
+                joint = at_sizes(joint, {name: size for name, size in sizes.items() if isinstance(size, int)})
+        return self._read(joint), count
+
     def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:
         """``captured`` where these primals have gradients already (``capture.joint``)."""
         return accumulating(captured, positions)
@@ -300,6 +330,10 @@ class Capture:
 
     def take_inputs(self, inputs: Sequence[object]) -> None:
         """Who they are is seen at the first run (``Step.look_at_inputs``)."""
+
+    def take_graph(self, graph: DynamoGraph) -> None:
+        """Keep it."""
+        self._graph = graph
 
     def take_results(self, results: Sequence[object]) -> None:
         """Watch those from which others are computed."""

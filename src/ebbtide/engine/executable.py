@@ -19,6 +19,7 @@ from ebbtide.engine.first_runs import FirstRuns, Measured
 from ebbtide.engine.reserve import most_unsplit_bytes, unsplit_bytes
 from ebbtide.engine.retained import Retained, retained_above_bytes
 from ebbtide.engine.step_code import StepCode, code_of, lowered_and_proven
+from ebbtide.engine.tangent_layouts import TangentLayouts
 from ebbtide.engine.validity import Demand, Validity, leaves_more
 from ebbtide.errors import BudgetExceeded
 from ebbtide.faults import users_level
@@ -54,6 +55,7 @@ class Executable:
         code: that runs; of all plans with its schedule.
         first_runs: of the code: what is proven of it.
         measured: of the code: what it was seen to take.
+        layouts: of the code: in which gradients of its outputs are expected.
         number: names the executable, in step handles.
     """
 
@@ -62,6 +64,7 @@ class Executable:
     code: StepCode
     first_runs: FirstRuns
     measured: Measured
+    layouts: TangentLayouts
     number: int = field(default_factory=_numbers.__next__)
     _needs: dict[tuple[int, int, Retained | None], int] = field(default_factory=dict, repr=False)  # remembered answers
 
@@ -71,7 +74,12 @@ class Executable:
     def rests_on(self, plan: Plan, validity: Validity) -> Executable:
         """Reuse the code for ``plan``, which has the same schedule: what is resident or the budget has changed."""
         return Executable(
-            plan=plan, validity=validity, code=self.code, first_runs=self.first_runs, measured=self.measured
+            plan=plan,
+            validity=validity,
+            code=self.code,
+            first_runs=self.first_runs,
+            measured=self.measured,
+            layouts=self.layouts,
         )
 
     # -- what it takes ------------------------------------------------------------------------------------------
@@ -217,6 +225,7 @@ def executable_of(
     device: str,
     verify: bool | Literal["always"],
     tiers: Mapping[str, TransferPath],
+    layouts: TangentLayouts,
     replaced: Sequence[Replaced] = (),
 ) -> Executable:
     """``plan`` for ``captured``, lowered and proven.
@@ -228,6 +237,7 @@ def executable_of(
         device: ``"cpu"`` or ``"cuda"``.
         verify: whether its first step is proven and a later one measured; ``"always"``: every one is proven.
         tiers: by name, those that the plan may move buffers to.
+        layouts: in which gradients of its outputs are expected.
         replaced: what ops of the plan's rewrites stand for.
 
     Raises:
@@ -246,6 +256,7 @@ def executable_of(
         code=code_of(captured, lowered, device=device, tiers=tiers),
         first_runs=first_runs,
         measured=Measured(unsplit_bytes=unsplit_bytes(plan.program) if device == "cuda" else 0),
+        layouts=layouts,
     )
 
 

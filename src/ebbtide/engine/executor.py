@@ -36,6 +36,7 @@ from ebbtide.engine.pending_steps import (
 )
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step_handles import ANY_STEP, read_step_handle, step_handle
+from ebbtide.engine.tangent_layouts import Relaid
 from ebbtide.errors import CaptureError, VerificationError
 from ebbtide.measurement.cpu_allocations import profiler_active
 from ebbtide.measurement.peak import StepGauge
@@ -273,9 +274,10 @@ def run_backward(args: list[Any]) -> Any:
     pending = _pending_step(executable, name)
     if pending is not None:
         pending.siblings.backwards += 1
+    relaid = executable.layouts.relaid(args)
     taken = _begin_updates(executable, pending)
     with travelling(arena), _by_default(executable.code.default_dtype):
-        gradients = _gradients(executable, name, args, taken)
+        gradients = _gradients(executable, name, args, taken, relaid)
     if arena is not None:
         executable.measured.moved(arena.traffic)
         if not keeps_graph():
@@ -350,7 +352,9 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(outside)
 
 
-def _gradients(executable: Executable, name: int, args: list[Any], taken: BackwardUpdates | None) -> Any:
+def _gradients(
+    executable: Executable, name: int, args: list[Any], taken: BackwardUpdates | None, relaid: Relaid | None
+) -> Any:
     pending = _pending_step(executable, name)
     gauge = None
     retained = keeps_graph()
@@ -363,12 +367,17 @@ def _gradients(executable: Executable, name: int, args: list[Any], taken: Backwa
         gauge, pending.measuring.gauge = pending.measuring.gauge, None
         if pending.measuring.window_gauge is not None:
             pending.measuring.window_gauge.mark()
-    backward = executable.code.plain.backward
-    if executable.first_runs.proving == name and executable.first_runs.checked is not None:
-        backward = functools.partial(_proven, executable, executable.first_runs.checked.backward, pending)
+    first_runs = executable.first_runs
+    checked = first_runs.checked if first_runs.proving == name else None
+    backward = (checked or executable.code.plain).backward
+    if relaid is not None:
+        backward = relaid.backward(None if checked is None else first_runs.fingerprints) or backward
+    if checked is not None:
+        backward = functools.partial(_proven, executable, backward, pending)
     if taken is not None:
         backward = functools.partial(_updating, taken, backward)
-    if gauge is None or being_watched(executable.code.device) or retained:  # what is retained is in no plan
+    other = relaid is not None and not relaid.planned
+    if gauge is None or being_watched(executable.code.device) or retained or other:  # what is in no plan
         gradients = backward(args)
     else:
         gradients = _gauged(gauge, backward, args)

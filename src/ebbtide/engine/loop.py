@@ -228,7 +228,7 @@ def _make(
             return now, executable
         request, in_backward = model.request, model.optimizers.in_backward if now.updates else None
         accumulating = now.accumulating and request.given_plan is None and in_backward is None
-        captured = step.piece.captured_for(accumulating=accumulating)
+        captured = step.piece.captured_for(step.piece.layouts, accumulating=accumulating)
         if in_backward is not None:
             in_backward.bind(call.module)
             captured = in_backward.with_norms(captured)
@@ -262,6 +262,7 @@ def _make(
             updates=now.updates,
             settings=demand.settings,
             moves=plan.schedule.moves,
+            layouts=demand.layouts,
         )
         with own_faults():
             return now, step.executable_for(captured, plan, validity, in_backward=in_backward)

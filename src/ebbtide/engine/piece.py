@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from ebbtide.capture.joint import Captured
+from ebbtide.capture.layouts import Layouts
 from ebbtide.capture.loss import loss_is_outside
 from ebbtide.engine.compiled import Call, Capture
 from ebbtide.measurement.resident import hidden_in, storages_in
@@ -29,6 +30,7 @@ class Piece:
         captured: the graph as a value; ``None`` before its first call.
         profiled_without_memory: whether its capture had no room to ask kernels how they lay out their results.
         accumulated: primals whose gradients are copied, unless all of the model's parameters have gradients.
+        layouts: of the gradients of its outputs, as they arrived last; ``None`` if that was as traced.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -36,10 +38,11 @@ class Piece:
         self.captured: Captured | None = None
         self.profiled_without_memory = False
         self.accumulated: frozenset[int] = frozenset()
+        self.layouts: Layouts | None = None
         self._hidden: list[weakref.ref[torch.Tensor]] = []  # inputs that no walk over model and arguments finds
         self._changed_buffers: list[str] = []
         self._changed_others: list[weakref.ref[torch.Tensor]] = []
-        self._accumulating: Captured | None = None
+        self._others: dict[tuple[Layouts | None, bool], Captured] = {}
 
     def see_inputs(self, inputs: Sequence[object], call: Call) -> None:
         """Find out what the graph's inputs are; they are those of ``call``."""
@@ -64,18 +67,39 @@ class Piece:
         others = [reference() for reference in self._changed_others]
         return [*map(module.get_buffer, self._changed_buffers), *(each for each in others if each is not None)]
 
-    def captured_for(self, *, accumulating: bool) -> Captured:
-        """The graph where the model's parameters have gradients already, or where they do not."""
+    def captured_for(self, layouts: Layouts | None, *, accumulating: bool) -> Captured:
+        """The graph as traced for ``layouts``, where the model's parameters have gradients already, or have not.
+
+        Raises:
+            CaptureError: if it cannot be traced for them.
+        """
         assert self.captured is not None
-        if not (accumulating and self.accumulated):
+        if accumulating and not self.accumulated:
+            accumulating = False
+        key = (layouts, accumulating)
+        if key in self._others:
+            return self._others[key]
+        if accumulating:
+            found = self.capture.accumulating(self.captured_for(layouts, accumulating=False), self.accumulated)
+        elif layouts is not None:
+            found = self.capture.traced_again(self.captured, layouts)
+        else:
             return self.captured
-        if self._accumulating is None:
-            self._accumulating = self.capture.accumulating(self.captured, self.accumulated)
-        return self._accumulating
+        return self._others.setdefault(key, found)
 
     def accumulates(self, captured: Captured) -> bool:
         """Whether ``captured`` is what :meth:`captured_for` gives where gradients are there already."""
-        return captured is self._accumulating
+        return any(each is captured and accumulating for (_, accumulating), each in self._others.items())
+
+    @property
+    def traced_tangents(self) -> tuple[torch.Tensor, ...]:
+        """The gradients of its outputs, as they were traced first: fake tensors."""
+        assert self.captured is not None
+        return tuple(node.meta["val"] for node in self.captured.tangents)
+
+    def learn_layouts(self, layouts: Layouts) -> None:
+        """Gradients of its outputs have arrived in ``layouts``: the next step is planned for that."""
+        self.layouts = layouts if any(layouts) else None
 
     @property
     def loss_is_outside(self) -> bool:

@@ -78,6 +78,7 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
         checkpointed=now.checkpointed,
         others_in_flight=bool(now.flying_bytes),
         most_left_bytes=most_left_bytes(now.call_slot, now.inputs, now.pending) if now.pending else None,
+        layouts=step.piece.layouts,
     )
 
 

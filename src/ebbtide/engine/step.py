@@ -14,17 +14,19 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from ebbtide.capture.joint import Captured
+from ebbtide.capture.layouts import Layouts
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import Capture
 from ebbtide.engine.executable import Executable, executable_of
 from ebbtide.engine.first_runs import Phase
 from ebbtide.engine.pending_steps import pending_steps_of
 from ebbtide.engine.piece import Piece
+from ebbtide.engine.tangent_layouts import TangentLayouts
 from ebbtide.engine.validity import Demand, Validity
 from ebbtide.measurement.reserved import Reserved
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.report.plan import Plan
-from ebbtide.rewrites.choices import apply_proven
+from ebbtide.rewrites.choices import apply_held, apply_proven
 from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.traffic import Traffic
 from ebbtide.units import format_allowed, format_bytes, format_count
@@ -165,13 +167,23 @@ class Step:
         """
         self._planned_for = validity.request
         for each in self._executables:
-            if each.plan.schedule == plan.schedule and each.plan.program == plan.program:
+            same = each.plan.schedule == plan.schedule and each.plan.program == plan.program
+            if same and each.validity.layouts == validity.layouts:
                 return each.rests_on(plan, validity)
         rewritten, replaced = captured, []
         if plan.rewritten is not None:
             rewritten, replaced = apply_proven(captured, plan.rewritten.rewrites)
         if in_backward is not None:
             rewritten = in_backward.with_updates(rewritten)
+        accumulating, piece = self.piece.accumulates(captured), self.piece
+
+        def traced_again(layouts: Layouts) -> Captured:
+            again = piece.captured_for(layouts, accumulating=accumulating)
+            again = again if in_backward is None else in_backward.with_norms(again)
+            if plan.rewritten is not None:
+                again = apply_held(again, plan.rewritten.rewrites, piece.capture.device)
+            return again if in_backward is None else in_backward.with_updates(again)
+
         return executable_of(
             rewritten,
             plan,
@@ -179,6 +191,14 @@ class Step:
             device=self.piece.capture.device,
             verify=self._verify,
             tiers=self._tiers,
+            layouts=TangentLayouts(
+                first=piece.traced_tangents,
+                device=piece.capture.device,
+                captured=rewritten,
+                plan=plan,
+                traced_again=traced_again,
+                learn=piece.learn_layouts,
+            ),
             replaced=replaced,
         )
 

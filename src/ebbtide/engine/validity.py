@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ebbtide.capture.layouts import Layouts
 from ebbtide.engine.configuration import Request
 from ebbtide.engine.retained import Retained
 from ebbtide.engine.user_window import UserWindow
@@ -48,6 +49,7 @@ class Demand:
         others_in_flight: whether forwards in flight keep anything.
         most_left_bytes: that may be left until the backward by the plans of forwards in flight, which were planned
             with room for this one; ``None`` if there are none.
+        layouts: of the gradients of its outputs; ``None`` if they arrive as traced.
     """
 
     request: Request
@@ -61,6 +63,7 @@ class Demand:
     settings: tuple[object, ...]
     checkpointed: bool
     others_in_flight: bool
+    layouts: Layouts | None
     most_left_bytes: int | None = None
 
 
@@ -75,6 +78,7 @@ class Validity:
         updates: whether it is for calls whose backward applies gradients, or for those whose backward does not.
         settings: of the optimizer that does, with which its updates were priced; empty without one.
         moves: whether it moves buffers to other tiers.
+        layouts: of the gradients of the outputs for which its step was traced; ``None`` for those of the capture.
     """
 
     request: int
@@ -83,6 +87,7 @@ class Validity:
     updates: bool
     settings: tuple[object, ...]
     moves: bool
+    layouts: Layouts | None = None
 
     def differs(self, now: Demand, plan: Plan, lacking_bytes: int, lacking_in_window_bytes: int) -> str | None:
         """Why ``plan``, which rests on this, does not hold for a call that asks for ``now``; ``None`` if it does.
@@ -100,6 +105,8 @@ class Validity:
             found.append("its backward applies gradients" if now.updates else "its backward applies no gradients")
         elif self.settings != now.settings:
             found.append("options of the optimizer have changed")
+        if self.layouts != now.layouts:
+            found.append("gradients of what the model returns arrive in another memory layout")
         if self.tentative and not now.guess:
             found.append("what happens between forward and backward, such as a loss outside the model, is measured now")
         if self.accumulates and not now.accumulating:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import starmap
 
+from ebbtide.capture.claims import RewriteError
 from ebbtide.capture.joint import Captured
 from ebbtide.cost.attach import is_measured, with_measured_costs
 from ebbtide.errors import CaptureError
@@ -33,6 +34,7 @@ __all__ = [
     "Choice",
     "Finish",
     "alternatives_of",
+    "apply_held",
     "apply_proven",
     "choice_of",
     "itself",
@@ -64,6 +66,21 @@ def apply_proven(captured: Captured, rewrites: Sequence[Rewrite]) -> tuple[Captu
     choice = Choice(captured, tuple(rewrites))
     replaced = [one for each in choice.stages for one in each.rule.prove(each.before, each.after)]
     return choice.captured, replaced
+
+
+def apply_held(captured: Captured, rewrites: Sequence[Rewrite], device: str) -> Captured:
+    """``captured`` with all of ``rewrites`` in it, whose facts are known to hold on ``device`` there too.
+
+    Raises:
+        RewriteError: if they are not, or the step has not what they replace.
+    """
+    choice = Choice(captured, tuple(rewrites))
+    try:
+        if missing := choice.not_held(device):
+            raise RewriteError(missing)
+        return apply_proven(captured, rewrites)[0]
+    except LookupError as error:
+        raise RewriteError(f"the step is another one: {error}") from error
 
 
 @dataclass(frozen=True)

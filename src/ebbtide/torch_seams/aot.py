@@ -8,23 +8,31 @@ changed by thousands of lines between them, so nothing is imported from there):
 3. The forward returns its outputs and then what it saves: as many tensors as it likes, then sizes. The backward
    takes sizes, then tensors, then tangents, and returns one value per primal, ``None`` where there is no gradient.
    From 2.14 on AOTAutograd asks of each saved tensor whether its forward graph says that it is an input; up to 2.13 it
-   took none for one. It is told that none is (``_any_number_is_saved``).
+   took none for one. It is told that none is (``_nothing_is_assumed``).
+4. The joint graph is traced with gradients of the outputs that lie in memory as the outputs do, and at run time those
+   that do not are copied until they do. What says how they lie is an object with sizes and strides, or a memory format,
+   per gradient (``ViewAndMutationMeta.subclass_tangent_meta``), and what makes the traced ones is a function of one
+   output, called for each in order (``coerce_tangent_and_suggest_memory_format``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 
 from ebbtide.torch_seams.patches import Attribute, Setting, patched, wrapped
 from ebbtide.user_objects import is_a
 
 __all__ = [
+    "DynamoGraph",
     "boxed",
     "description_of",
     "is_tangent",
@@ -57,7 +65,7 @@ def two_graph_backend(
     from torch._dynamo.backends.common import aot_autograd
 
     def compile_forward(graph: fx.GraphModule, _: Any) -> Boxed:
-        _any_number_is_saved()
+        _nothing_is_assumed()
         return forward_callable(graph)
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
@@ -78,14 +86,100 @@ class _NoneIsInput(list[bool]):
         return False
 
 
-def _any_number_is_saved() -> None:
-    """Take the count of saved tensors out of what AOTAutograd keeps of the forward that it has compiled now.
+class _Anything:
+    """Equals everything."""
 
-    The only thing there that counts them is a list of booleans (``ViewAndMutationMeta.saved_tensor_is_graph_input``).
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _nothing_is_assumed() -> None:
+    """Take out of what AOTAutograd keeps of the forward that it has compiled now what it takes for granted.
+
+    - The count of saved tensors: the only thing there that counts them is a list of booleans
+      (``ViewAndMutationMeta.saved_tensor_is_graph_input``).
+    - The memory layouts of the outputs' gradients, which then arrive as they are. Those of subclasses stay.
     """
-    metadata = TracingContext.get().fw_metadata
+    metadata: Any = TracingContext.get().fw_metadata
     if hasattr(metadata, "saved_tensor_is_graph_input"):
-        metadata.saved_tensor_is_graph_input = _NoneIsInput()  # type: ignore[union-attr]
+        metadata.saved_tensor_is_graph_input = _NoneIsInput()
+    for each in metadata.subclass_tangent_meta:
+        if hasattr(getattr(each, "memory_format", None), "stride"):
+            each.memory_format = SimpleNamespace(memory_format=None, size=_Anything(), stride=_Anything())
+
+
+class DynamoGraph:
+    """A graph of Dynamo's that is being compiled, to be traced again later with other gradients of its outputs.
+
+    Kept are the graph, the fake values of its inputs and how autocast and the default type were set.
+
+    Args:
+        graph: as AOTAutograd gets it.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._graph = graph
+        self._inputs = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+        self._mode = TracingContext.get().fake_mode
+        self._default_dtype = torch.get_default_dtype()
+        self._autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        ]
+
+    def joint(self, like: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> tuple[fx.GraphModule, int]:
+        """Its joint graph and the count of forward outputs.
+
+        Args:
+            like: per gradient of an output, what makes the traced one of what AOTAutograd would take.
+        """
+        from torch._functorch._aot_autograd import collect_metadata_analysis
+
+        found: list[tuple[fx.GraphModule, int]] = []
+
+        def keep(joint: fx.GraphModule, forward_output_count: int) -> Any:
+            found.append((joint, forward_output_count))
+            raise _AtHand
+
+        def never(_: fx.GraphModule) -> Boxed:
+            raise AssertionError("a graph was compiled that was only traced")
+
+        name = "coerce_tangent_and_suggest_memory_format"
+        laid_out = functools.partial(_laid_out, like)
+        backend = two_graph_backend(
+            partition=keep, forward_callable=never, backward_callable=never, inference_callable=never
+        )
+        before = torch.get_default_dtype()
+        with ExitStack() as stack:
+            stack.enter_context(wrapped(Attribute(collect_metadata_analysis, name), laid_out, this_thread=True))
+            stack.enter_context(tracing(TracingContext(self._mode)))
+            stack.enter_context(torch.enable_grad())
+            for device, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(self._default_dtype)
+            try:
+                backend(self._graph, self._inputs)
+            except _AtHand:
+                pass
+        return found[0]
+
+
+class _AtHand(BaseException):
+    """The joint graph is at hand; nothing is to be compiled."""
+
+
+def _laid_out(
+    like: Sequence[Callable[[torch.Tensor], torch.Tensor]], coerce: Callable[..., Any]
+) -> Callable[[Any], Any]:
+    turn = itertools.cycle(like)  # AOTAutograd may look at a graph twice
+
+    def coerced(output: Any) -> Any:
+        traced, *rest = coerce(output)
+        return (next(turn)(traced), *rest)
+
+    return coerced
 
 
 @contextmanager

@@ -215,6 +215,46 @@ def autocast_casts_a_leaf_once() -> None:
 
 
 @canary
+def gradients_arrive_as_they_lie() -> None:
+    """A backward gets gradients of outputs in the layout that they have, and a graph can be traced for that layout."""
+    split, weight = Split(), torch.ones(4, 6, requires_grad=True)
+    arrived: list[tuple[int, ...]] = []
+    graphs: list[aot.DynamoGraph] = []
+
+    def backward_callable(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        run = split.backward_callable(graph)
+
+        def noting(args: list[Any]) -> Any:
+            arrived.append(args[-1].stride())
+            return run(args)
+
+        return aot.boxed(noting)
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(aot.DynamoGraph(graph))
+        split_in_two = aot.two_graph_backend(
+            partition=split.partition,
+            forward_callable=split.forward_callable,
+            backward_callable=backward_callable,
+            inference_callable=split.forward_callable,
+        )
+        return split_in_two(graph, inputs)
+
+    step = torch.compile(lambda x: (x * weight).reshape(2, 2, 6) * 2.0, backend=backend, fullgraph=True)
+    laid_out = (12, 1, 2)
+    with settings():
+        step(torch.ones(4, 6)).transpose(1, 2).reshape(2, -1).square().sum().backward()
+        joint, outputs = graphs[0].joint([lambda each: each.new_empty_strided(each.shape, laid_out)])
+    expect(arrived == [laid_out], f"a gradient arrives with strides {arrived}")
+    (tangent,) = (n for n in joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n))
+    expect(tangent.meta["val"].stride() == laid_out, f"a gradient is traced with {tangent.meta['val'].stride()}")
+    calls = [n.target for n in joint.graph.nodes]
+    expect(outputs == split.outputs, f"a graph that is traced again has {outputs} outputs")
+    expect(_aten.clone.default in calls, f"a graph that is traced for a layout has {calls}")
+    dynamo.forget_compiled(step)
+
+
+@canary
 def triton_ops_stay_whole() -> None:
     """An op of ``torch.library.triton_op`` is one call in the joint graph, and so is its backward."""
 
