@@ -282,7 +282,10 @@ def run_backward(args: list[Any]) -> Any:
         executable.measured.moved(arena.traffic)
         if not keeps_graph():
             arena.close()
-    return executable.code.unused.dropped(gradients)
+    gradients = executable.code.unused.dropped(gradients)
+    if pending is not None and pending.sums is not None:
+        pending.sums.note(gradients)
+    return gradients
 
 
 def _begin_updates(executable: Executable, pending: PendingStep | None) -> BackwardUpdates | None:

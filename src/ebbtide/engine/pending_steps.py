@@ -31,6 +31,7 @@ from ebbtide.engine.hook_order import keep_order
 from ebbtide.engine.key import CallSlot
 from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.engine.retained import Retained
+from ebbtide.engine.shared_gradients import SharedGradients, watch_sums
 from ebbtide.engine.step_handles import ANY_STEP
 from ebbtide.engine.unused import note_arrived
 from ebbtide.engine.user_window import UserWindow
@@ -150,6 +151,7 @@ class PendingStep:
         updates: what its backward updates, if it does.
         ran: whether the forward ran.
         node: its autograd node, once the forward has returned.
+        sums: watches gradients that it adds up, the first time that its code runs.
         thread: that started it.
     """
 
@@ -164,6 +166,7 @@ class PendingStep:
     updates: BackwardUpdates | None = None
     ran: bool = False
     node: weakref.ref[Any] | None = None
+    sums: SharedGradients | None = None
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -200,6 +203,7 @@ class PendingStep:
         node.register_prehook(note_arrived)
         if self.executable is not None:
             node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
+            self.sums = watch_sums(node, self.executable.code)
         node.register_hook(refuse_second_derivative)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
@@ -218,6 +222,8 @@ class PendingStep:
             executable.first_runs.proving = None
         self.retire()
         self.measuring.end_window()
+        if self.sums is not None:
+            self.sums.end()
         if self.holdings.arena is not None:
             self.holdings.arena.close()
 

@@ -5,7 +5,7 @@ It is made once, proven statically to be the program (``lower.proof``), and shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ class StepCode:
         plain: the generated code alone.
         output_count: how many of the forward's results are the step's own; the rest is saved.
         gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
+        sums: per primal that is read several times, so that its gradient is a sum, its place among the tensors that go
+            in.
         unused: drops gradients that no used output depends on.
         links: between outputs of its forward.
         updates: of a step with the optimizer in it, names of the parameters that it updates, by position among the
@@ -61,6 +63,7 @@ class StepCode:
     plain: Callables
     output_count: int
     gradient_order: tuple[int, ...]
+    sums: Mapping[int, int]
     unused: UnusedOutputs
     links: Links
     updates: Mapping[int, str]
@@ -111,6 +114,7 @@ def code_of(captured: Captured, lowered: Lowered, *, device: str, tiers: Mapping
         plain=callables_of(lowered.forward, lowered.backward),
         output_count=captured.forward_output_count,
         gradient_order=gradient_order(captured),
+        sums={i: tensors.index(i) for i in _sums(captured)} if not updates else {},
         unused=UnusedOutputs(captured),
         links=links_of(captured),
         updates=updates,
@@ -120,6 +124,13 @@ def code_of(captured: Captured, lowered: Lowered, *, device: str, tiers: Mapping
         slots=lowered.slots,
         tiers=tiers,
     )
+
+
+def _sums(captured: Captured) -> Iterator[int]:
+    """Positions of the primals whose gradient is a sum of several that the step makes."""
+    for position, gradient in enumerate(captured.outputs[captured.forward_output_count :]):
+        if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
+            yield position
 
 
 def callables_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Callables:
