@@ -75,7 +75,12 @@ def elements_of(value: object) -> tuple[int, Iterator[object]] | None:
 
     Mappings of Python code are read by their attributes (:func:`attributes_of`), as other objects are.
     """
-    kind = type(value)
+    kind: Any = type(value)
+    held: Any = value
+    if kind is tuple or kind is list:
+        return len(held), iter(held)
+    if kind is dict:
+        return len(held), iter(held.values())
     if issubclass(kind, _BUILTIN):
         count, each = next((count, each) for base, count, each in _READERS if issubclass(kind, base))
         return count(value), each(value)

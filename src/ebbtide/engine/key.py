@@ -28,7 +28,7 @@ __all__ = ["CallSlot", "Code", "key_of", "modes_of", "part_of", "structure_of", 
 
 _DEPTH = 6
 _LONG = 256
-_VALUES = (type(None), torch.dtype, torch.device, torch.layout)
+_VALUES = (torch.dtype, torch.device, torch.layout)
 _FUNCTIONS = (types.FunctionType, classmethod, staticmethod)
 
 
@@ -71,6 +71,8 @@ class _Reader:
         self._seen: set[int] = set()
 
     def read(self, value: object, depth: int) -> object:
+        if value is None:
+            return None
         if is_a(value, torch.Tensor):
             return self._of_tensor(value)
         kind = _name_of(type(value))

@@ -102,6 +102,10 @@ class TangentLayouts:
         """These gradients, as the code was traced for them."""
         return tuple(node.meta["val"] for node in self.captured.tangents)
 
+    @functools.cached_property
+    def _strides(self) -> list[tuple[int, ...]]:
+        return [each.stride() for each in self._traced]
+
     def relaid(self, arguments: list[Any]) -> Relaid | None:
         """What gradients ask for that arrive in other layouts than those of the code; ``None`` if they do not.
 
@@ -110,7 +114,9 @@ class TangentLayouts:
         Args:
             arguments: of the backward, these gradients last.
         """
-        begin = len(arguments) - len(self._traced)
+        begin = len(arguments) - len(self._strides)
+        if [each.stride() for each in arguments[begin:]] == self._strides:
+            return None
         if not any(layouts_of(arguments[begin:], self._traced)):
             return None
         layouts = layouts_of(arguments[begin:], self.first)

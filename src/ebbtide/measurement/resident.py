@@ -49,7 +49,10 @@ def tensors_in(root: object) -> Iterator[torch.Tensor]:
 
 
 def _reachable(root: object, entered: set[int]) -> Iterator[torch.Tensor]:
-    if is_a(root, torch.Tensor):
+    kind = type(root)
+    if kind is list or kind is tuple or kind is dict:
+        yield from _in_container(root, entered)
+    elif is_a(root, torch.Tensor):
         if is_offloaded(root):
             return
         yield from parts_of(root)
@@ -61,7 +64,12 @@ def _reachable(root: object, entered: set[int]) -> Iterator[torch.Tensor]:
         for each in optimizers_in(root):
             yield from _reachable(held_by(each), entered)
             yield from tensors_in(parameters_stepped_by(each))
-    elif (found := _held(root)) is not None and id(root) not in entered:
+    else:
+        yield from _in_container(root, entered)
+
+
+def _in_container(root: object, entered: set[int]) -> Iterator[torch.Tensor]:
+    if (found := _held(root)) is not None and id(root) not in entered:
         entered.add(id(root))  # around itself, for a container may hold itself
         for value in found:
             yield from _reachable(value, entered)
