@@ -45,6 +45,7 @@ GROUPS = {
     "exceptions": "Exceptions, interruptions, observers",
     "leftovers": "Nothing stays behind",
     "hugging": "Hugging Face's models from configurations, tiny",
+    "reports": "Loops of public reports, each kind with siblings, and what refusals advise",
     "large": "Second oracles: VmHWM and RLIMIT_DATA on models of 64 MiB and more",
 }
 
@@ -77,6 +78,7 @@ class Situation:
         either: whether a planned step is right beside ``refused``.
         limit: a limit that docs/limits.md states, for which other bits are right.
         over: steps that may exceed the budget by a limit that docs/limits.md states.
+        said: a warning that has to come, where it is not empty: that a step is over its budget, or has other bits.
         processes: that run it at once, each judged by what it sees; the others are of ``RANK`` 1 and above.
         seconds: the most that it may take.
     """
@@ -91,6 +93,7 @@ class Situation:
     either: bool = False
     limit: str = ""
     over: tuple[int, ...] = ()
+    said: str = ""
     processes: int = 1
     seconds: float = 240.0
 
