@@ -44,6 +44,12 @@ SAMPLE = {
     "recaptured": ("last_batch_is_smaller", "frozen_in_turns", "gradients_and_none_in_turns"),
     "exceptions": ("exception_in_the_loss", "profiled_from_the_start", "interrupted"),
     "leftovers": ("cache_spoiled_text", "model_dies_in_flight", "forward_whose_loss_fails"),
+    "reports": (
+        "gradient_of_features_hook",
+        "layout_of_a_gradient_flattened",
+        "read_in_and_outside_l1",
+        "buffer_with_a_graph_running",
+    ),
     "large": ("high_water_convolutions",),
     "hugging": ("model_gpt2", "model_wav2vec2"),
     "trainers": ("trainer_plain",),
