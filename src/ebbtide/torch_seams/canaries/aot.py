@@ -54,7 +54,7 @@ class Split:
 
         def run(args: list[Any]) -> tuple[Any, ...]:
             with torch.no_grad():
-                tangents = [torch.zeros(())] * self.outputs
+                tangents = [_zeros(n) for n in self.joint.graph.find_nodes(op="placeholder") if aot.is_tangent(n)]
                 outputs = fx.Interpreter(self.joint).run(*args, *tangents, enable_io_processing=False)[: self.outputs]
             self._sizes = [each for each in args if not isinstance(each, Tensor)]
             saved = [each for each in args if isinstance(each, Tensor)]
@@ -82,6 +82,12 @@ def _stub(graph: fx.Graph, source: Any, like: fx.Node) -> fx.Node:
     node = graph.call_function(_aten.clone.default, (source,))
     node.meta["val"] = like.meta["val"]
     return node
+
+
+def _zeros(tangent: fx.Node) -> Tensor:
+    """A gradient for ``tangent``, of one number where its sizes are symbols."""
+    shape = tangent.meta["val"].shape
+    return torch.zeros(shape if all(isinstance(size, int) for size in shape) else ())
 
 
 def compiled(function: Callable[..., Any], split: Split, *, symbols: bool = False) -> Callable[..., Any]:
