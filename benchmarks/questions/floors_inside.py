@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 import ebbtide
-from ebbtide.measurement.cpu_allocations import AllocationRecorder
-from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
 from ebbtide.measurement.resident import resident_bytes
 from ebbtide.optimizer.in_step.updates import PREFIX
 from ebbtide_published.zoo.small import SMALL

@@ -207,6 +207,13 @@ class Options:
     Proven: every buffer that comes back has the bits it had. ``"always"``: every step is, against memory that somebody
     rewrites behind torch's back; on CPU that reads every buffer that comes back once more. Ahead of time it says for
     which of these a plan has room."""
+    on_violation: Literal["replan", "raise"] = field(default="replan", metadata={"check": one_of("replan", "raise")})
+    """What follows where a step takes more than its budget: ``replan`` or ``raise``.
+
+    ``"replan"``: a warning says once what grew, and the next step is planned with room for it; a budget that has none
+    is refused with the least one that would do. ``"raise"``: :class:`ebbtide.errors.BudgetExceeded` when the backward
+    of that step has returned. On a CUDA device every step is judged by the allocator's peak; on CPU, where a record
+    costs as much as a small step, steps 1, 2, 4, 8, ... and every hundredth of each shape are."""
     interrupt: Interrupt | None = field(default=None, metadata={"check": _interrupt})
     """Set from elsewhere to end planning with the best plan so far."""
     progress: Callable[[Progress], None] | None = field(default=aloud, metadata={"check": _progress})

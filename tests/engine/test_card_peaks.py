@@ -18,7 +18,7 @@ from ebbtide.measurement import card_peaks
 from ebbtide.measurement.card_peaks import give_back_peak, peaks_kept, reset_peak
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.reserved import Reserved
-from ebbtide.measurement.user_window import UserWindowGauge
+from ebbtide.measurement.step_record import Part, StepRecord, Taken
 
 MIB = 2**20
 
@@ -90,6 +90,9 @@ def _installed(card: Card, patch: pytest.MonkeyPatch) -> Card:
         "reset_peak_memory_stats": card.reset,
         "memory_snapshot": card.snapshot,
         "memory_stats": dict,
+        "memory_stats_as_nested_dict": lambda: {
+            "allocated_bytes": {"all": {"peak": card.peak, "current": card.allocated}}
+        },
         "current_stream": Stream,
         "current_device": lambda: 0,
     }
@@ -137,6 +140,55 @@ def test_a_snapshot_of_another_form_stops_no_step(card: Card, monkeypatch: pytes
     assert card.peak == 0
 
 
+def _record(*, resets: bool) -> StepRecord:
+    return StepRecord("cuda", start_bytes=0, resets=resets, done=lambda _: None, returned=int)
+
+
+def _taken(start: int, peak: int, left: int) -> Taken:
+    return Taken(start * MIB, peak * MIB, left * MIB, peak * MIB, left * MIB)
+
+
+def _step(card: Card, record: StepRecord, between: Callable[[], object] = int) -> None:
+    """100 MiB cross the boundary, a loss takes 20, the backward 60 of its own, hooks take 4."""
+    record.begin()
+    kept = _Held(card, 100 * MIB)
+    record.forward_returned()
+    between()
+    loss = _Held(card, 20 * MIB)
+    del loss
+    record.backward_begins(retains=False)
+    high = _Held(card, 60 * MIB)
+    del high, kept
+    if record.steady:
+        record._next(Part.BACKWARD)  # outside of a backward nobody says when it ends
+    else:
+        record.backward_returned()
+    after = _Held(card, 4 * MIB)
+    del after
+    record.end()
+
+
+def test_a_steady_step_is_read_as_it_runs(card: Card) -> None:
+    """Nothing is reset; a part is known that has raised the statistic, or whose user has reset it."""
+    card.free = [256 * MIB, 32 * MIB]
+    record = _record(resets=False)
+    _step(card, record)
+    assert record.highest_bytes == card.peak == 160 * MIB
+    assert record.parts[Part.WINDOW] == _taken(100, 20, 0)
+    assert record.parts[Part.AFTER] == _taken(0, 0, 0)
+
+    earlier = _Held(card, 200 * MIB)  # outside of any step
+    del earlier
+    record = _record(resets=False)
+    _step(card, record)
+    assert card.peak == 200 * MIB
+    assert record.highest_bytes == 100 * MIB, "what is not known is not claimed"
+
+    record = _record(resets=False)
+    _step(card, record, between=card.reset)
+    assert record.highest_bytes == card.peak == 160 * MIB
+
+
 def test_a_first_step_is_read_whole(card: Card) -> None:
     """Costs, what lies between the graphs, and the second step's own gauge leave the step's peak to the user."""
     card.free = [256 * MIB, 32 * MIB]
@@ -148,21 +200,15 @@ def test_a_first_step_is_read_whole(card: Card) -> None:
     assert card.peak == 96 * MIB
     card.reset()  # the user's own, before the step
 
-    seen: list[tuple[int, int, int, int]] = []
-    between = UserWindowGauge("cuda", lambda *found: seen.append(found))
-    kept = _Held(card, 100 * MIB)  # what the forward leaves for the backward
-    between.begin()
-    loss = _Held(card, 20 * MIB)
-    del loss
-    between.mark()
-    high = _Held(card, 60 * MIB)  # the backward's own
-    del high, kept
-    between.returned()
-    after = _Held(card, 4 * MIB)
-    del after
-    between.end()
-    assert seen == [(20 * MIB, 0, 4 * MIB, 0)]
-    assert card.peak == 160 * MIB
+    record = _record(resets=True)
+    _step(card, record)
+    assert record.parts == {
+        Part.FORWARD: _taken(0, 100, 100),
+        Part.WINDOW: _taken(100, 20, 0),
+        Part.BACKWARD: _taken(100, 60, -100),
+        Part.AFTER: _taken(0, 4, 0),
+    }
+    assert record.highest_bytes == card.peak == 160 * MIB
 
     card.reset()
     earlier = _Held(card, 150 * MIB)

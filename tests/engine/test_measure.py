@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ebbtide
-from ebbtide.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, profiler_active
-from ebbtide.measurement.peak import StepGauge, peak_above
+from ebbtide.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, peak_above, profiler_active
+from ebbtide.measurement.peak import StepGauge
 
 
 def test_peak_of_a_hand_computed_block() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import ebbtide
 from ebbtide.measurement.cpu_allocations import AllocationRecorder, ProfilerActive, profiler_active
 from ebbtide.measurement.peak import StepGauge
-from ebbtide.measurement.user_window import UserWindowGauge
+from ebbtide.measurement.step_record import StepRecord
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +77,9 @@ def test_gauges_do_without_where_another_thread_records() -> None:
                 gauge.begin()
                 gauge.end()
             assert gauge.disturbed
-            between = UserWindowGauge("cpu", lambda *_: pytest.fail("nothing was seen"))
-            between.begin()
-            assert not between.open
+            record = StepRecord("cpu", start_bytes=0, done=lambda _: pytest.fail("nothing was seen"), returned=int)
+            record.begin()
+            assert not record.open
 
         _in_threads(1, look)
     finally:

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.engine.fitted_class import FITTED
 from ebbtide.errors import BudgetError, CaptureError, UsageError
-from ebbtide.measurement.cpu_allocations import AllocationRecorder
-from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
 from ebbtide.measurement.resident import resident_bytes
 from ebbtide.step.legality import check
 from ebbtide.zoo import GPTConfig, gpt

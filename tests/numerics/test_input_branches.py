@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import ebbtide
 from ebbtide.engine import compiled
 from ebbtide.errors import BudgetError, CaptureError
-from ebbtide.measurement.cpu_allocations import AllocationRecorder
-from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
 from ebbtide.torch_seams.patches import open_patches
 
 Body = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

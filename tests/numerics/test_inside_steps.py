@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ebbtide
-from ebbtide.measurement.cpu_allocations import AllocationRecorder
-from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
 from ebbtide.measurement.resident import resident_bytes
 from ebbtide.optimizer.in_step.updates import PREFIX
 from ebbtide.step.legality import check

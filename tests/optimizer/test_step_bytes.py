@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.measurement.cpu_allocations import AllocationRecorder
-from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
 from ebbtide.optimizer.cost import step_bytes as step_bytes_module
 from ebbtide.optimizer.cost.step_bytes import step_bytes
 

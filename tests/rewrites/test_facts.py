@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import ebbtide
 from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
 from ebbtide.errors import BudgetError
-from ebbtide.measurement.cpu_allocations import AllocationRecorder
-from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
 from ebbtide.rewrites import facts
 from ebbtide.rewrites.facts import ALIGNMENT, Fact, either, measured, normal, own
 from ebbtide.torch_seams.fake_tensors import without_modes

@@ -179,6 +179,7 @@ def _known_of(
         configuration=Configuration(
             planning=planning,
             verify=options.verify,
+            on_violation=options.on_violation,
             every_output=options.every_output,
             start=options.start,
             rewrites=options.rewrite_rules,

@@ -30,8 +30,7 @@ from ebbtide.cost.call import Call, TensorSpec, same_strides
 from ebbtide.cost.profiling_budget import NotProfiled, arguments_for
 from ebbtide.cost.roofline import roofline_seconds, traffic_bytes
 from ebbtide.measurement.card_peaks import allocated_peak, peaks_kept, reset_peak
-from ebbtide.measurement.cpu_allocations import AllocationRecorder
-from ebbtide.measurement.peak import peak_above
+from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
 from ebbtide.step.machine import machine_named
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.cards import keep_waiting

@@ -17,7 +17,7 @@ What is known of a model:
 - ``piece``: a captured graph and its inputs; ``compiled``: the capture of a call; ``stubs``: what AOTAutograd is given.
 - ``executable``: a plan that can run; ``step_code``: its code; ``first_runs``: what is proven and measured of that.
 - ``learned``: what runs have taught: ``user_window`` and ``known_windows``, between forward and backward; ``after``,
-  when the backward has returned.
+  when the backward has returned. ``judging``: whether a step stayed within its budget, and what follows if not.
 - ``optimizer_link``: the optimizers that train it; ``calls``: how its calls went, and training past the model.
 - ``pending_steps``: forwards whose backward has not come; ``step_handles``: how a backward finds its forward.
 

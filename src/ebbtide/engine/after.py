@@ -10,53 +10,53 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 from ebbtide.engine.key import CallSlot
-from ebbtide.faults import users_level
-from ebbtide.planning.step_end import SCALARS_BYTES, StepEnd, end_bytes
-from ebbtide.report.plan import Plan
-from ebbtide.units import format_allowed, format_bytes
+from ebbtide.measurement.step_record import Part, Taken
+from ebbtide.planning.step_end import SCALARS_BYTES, StepEnd
 
 __all__ = ["AfterBackward", "hooks_end"]
 
 _MOST_MEASURED = 2
-_WHAT = "hooks on parameters, or sums with gradients from outside the step"
+
+
+@dataclass(slots=True)
+class _Known:
+    """What steps took at the most, how many were measured, and whether the last of them took nothing or made state."""
+
+    bytes: int = 0
+    steps: int = 0
+    nothing: bool = False
+    makes_state: bool = False
 
 
 @dataclass
 class AfterBackward:
     """What was learned of one model (definition 2), by call slot and hooks."""
 
-    _learned: dict[tuple[CallSlot, object], list[int]] = field(
-        default_factory=dict[tuple[CallSlot, object], "list[int]"]
-    )
+    _learned: dict[tuple[CallSlot, object], _Known] = field(default_factory=dict[tuple[CallSlot, object], "_Known"])
 
     def is_known(self, call_slot: CallSlot, hooks: object) -> bool:
         """Whether nothing is left to measure."""
-        measured = self._learned.get((call_slot, hooks), [])
-        return len(measured) >= _MOST_MEASURED or measured == [0]
+        known = self._learned.get((call_slot, hooks))
+        return known is not None and (known.steps >= _MOST_MEASURED or known.nothing)
 
     def bytes(self, call_slot: CallSlot, hooks: object) -> int:
         """At the most, as far as it is known."""
-        return max(self._learned.get((call_slot, hooks), [0]))
+        known = self._learned.get((call_slot, hooks))
+        return 0 if known is None else known.bytes
 
-    def learn(self, call_slot: CallSlot, hooks: object, plan: Plan, peak_bytes: int, left_bytes: int) -> None:
-        """A step took and left so many bytes above the level at which its backward graph returned."""
-        taken = max(peak_bytes - max(left_bytes, 0), 0)
-        self._learned.setdefault((call_slot, hooks), []).append(taken if peak_bytes > SCALARS_BYTES else 0)
-        total = plan.resident_bytes + end_bytes(plan.program) + peak_bytes
-        if total > plan.budget_bytes and peak_bytes > SCALARS_BYTES:
-            warnings.warn(
-                f"{_WHAT}, took {format_bytes(peak_bytes)} after the planned backward, so this step took "
-                f"{format_bytes(total)}, over its budget of {format_allowed(plan.budget_bytes)}; from the next step on "
-                "there is room for it, or the budget is refused",
-                stacklevel=users_level(),
-            )
+    def learn(self, call_slot: CallSlot, hooks: object, taken: Taken, made_bytes: int) -> None:
+        """A step took so much above the level at which its backward graph returned, optimizer state among it."""
+        known = self._learned.setdefault((call_slot, hooks), _Known())
+        known.steps += 1
+        found = taken.peak_bytes - max(taken.left_bytes, made_bytes, 0) if taken.peak_bytes > SCALARS_BYTES else 0
+        known.bytes = max(0 if known.makes_state else known.bytes, found)
+        known.nothing, known.makes_state = not found and not made_bytes, made_bytes > 0
 
 
 def hooks_end(taken_bytes: int, held_bytes: int) -> StepEnd:
     """What is known to be taken so, for planning (definition 3), where the unplanned step holds ``held_bytes``."""
     remedy = "let the hooks change gradients in place (grad.mul_(mask))"
-    return StepEnd(taken_bytes, held_bytes, what=_WHAT, remedy=remedy)
+    return StepEnd(taken_bytes, held_bytes, what=Part.AFTER.value, remedy=remedy)

@@ -28,6 +28,7 @@ class Configuration:
         tiers: by name, those that plans may move buffers to.
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
             Lightning's trainer does: room is kept for them from the first call on, and no plan counts on them.
+        on_violation: what follows where a step goes over its budget.
         advice: what of a trainer's would be planned, where one calls the model.
     """
 
@@ -39,6 +40,7 @@ class Configuration:
     first_rewrites: tuple[str, ...] | None = None
     tiers: Mapping[str, TransferPath] = field(default_factory=dict[str, TransferPath])
     gradients_stay: bool = False
+    on_violation: Literal["replan", "raise"] = "replan"
     advice: str = ""
 
 

@@ -129,7 +129,7 @@ class Executable:
         if window is not None and (window.peak_bytes, window.held_bytes) != (peak, held):
             # Forwards that come between may be planned for what is left to them.
             peak, held = min(window.peak_bytes, max(peak, window.least_bytes)), window.held_bytes
-        free = 0 if now.request.given_plan is not None else self.measured.unsplit_bytes
+        free = 0 if now.request.given_plan is not None else self.measured.unsplit_bytes + now.aside_bytes
         over = now.resident_bytes + free - self.plan.budget_bytes
         in_window = over + self.needs_with(peak, held, now.retained)
         why = self.validity.differs(now, self.plan, over + self.needs_bytes, in_window)

@@ -188,6 +188,8 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     pending.holdings.arena = executable.code.arena(pending.number, pending.measuring.gauge is not None)
     checked = executable.first_runs.checked if pending.proves else None
     runs = executable.code.plain if checked is None else checked
+    if pending.measuring.record is not None:
+        pending.measuring.record.begin()
     with travelling(pending.holdings.arena):
         if pending.measuring.gauge is not None:
             results = _gauged(pending.measuring.gauge, runs.forward, args)
@@ -368,8 +370,8 @@ def _gradients(
         if retained or again:
             learn_retained(pending, again=again)
         gauge, pending.measuring.gauge = pending.measuring.gauge, None
-        if pending.measuring.window_gauge is not None:
-            pending.measuring.window_gauge.mark()
+        if pending.measuring.record is not None:
+            pending.measuring.record.backward_begins(retains=retained)
     first_runs = executable.first_runs
     checked = first_runs.checked if first_runs.proving == name else None
     backward = (checked or executable.code.plain).backward
@@ -387,8 +389,8 @@ def _gradients(
         gauge.close()
         if not gauge.disturbed:
             executable.hold_against(gauge)
-    if pending is not None and pending.measuring.window_gauge is not None:
-        pending.measuring.window_gauge.returned()
+    if pending is not None and pending.measuring.record is not None:
+        pending.measuring.record.backward_returned()
     return gradients
 
 

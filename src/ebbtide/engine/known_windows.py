@@ -1,9 +1,9 @@
 """What is known of the user window, between forward and backward: a loss outside, other forwards, a retained graph.
 
 1. What is known is known of a *slot* (``key``): two calls of one key in a row, as in a siamese network, have two.
-2. A loss outside is measured once per slot. Another forward is known by its own plan: it takes that plan's peak
-   while it runs, and leaves what crosses its boundary, or the gradients that its backward has made by then; its
-   arguments come on top.
+2. A loss outside is measured in a first step of each slot, and counts for more where a later one has taken more.
+   Another forward is known by its own plan: it takes that plan's peak while it runs, and leaves what crosses its
+   boundary, or the gradients that its backward has made by then; its arguments come on top.
 3. What is said last of one slot by another replaces what was said before, so what is known settles when plans do.
 4. Two forwards *train together* if one of them was pending when the other had its backward, or its own came later.
    Those that never did are an evaluation that has forgotten ``no_grad``, once perhaps: plans leave room for them where
@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ebbtide.engine.key import CallSlot
 from ebbtide.engine.retained import Retained
@@ -57,8 +57,9 @@ class KnownWindows:
         return frozenset(self._forwards.get(call_slot, ()))
 
     def learn_loss(self, call_slot: CallSlot, peak_bytes: int, held_bytes: int) -> None:
-        """What user code took, once."""
-        self._losses[call_slot] = UserWindow(peak_bytes, held_bytes, peak_bytes)
+        """What user code took in a step."""
+        found, known = UserWindow(peak_bytes, held_bytes, peak_bytes), self._losses.get(call_slot)
+        self._losses[call_slot] = found if known is None else known.joined(found)
 
     def retained(self, call_slot: CallSlot) -> Retained | None:
         """How backwards of calls of ``call_slot`` retain their graphs, if any did that can be planned for."""
@@ -70,12 +71,23 @@ class KnownWindows:
         known = self._retained.get(call_slot)
         if known is not None and (known.again or not again):
             return False
-        self._retained[call_slot] = Retained(again=again, hopeless=known is not None and known.hopeless)
+        self._retained[call_slot] = Retained(again=again) if known is None else replace(known, again=again)
         return True
+
+    def knows_after_retained(self, call_slot: CallSlot) -> bool:
+        """Whether backwards retain no graph, or it was measured what user code takes after those."""
+        known = self._retained.get(call_slot)
+        return known is None or known.after_bytes is not None
+
+    def learn_after_retained(self, call_slot: CallSlot, taken_bytes: int) -> None:
+        """User code took so much after a backward that retained its graph, before that was gone."""
+        known = self._retained.get(call_slot, Retained())
+        self._retained[call_slot] = replace(known, after_bytes=max(taken_bytes, known.after_bytes or 0))
 
     def forget_retained(self, call_slot: CallSlot) -> None:
         """No plan has the room."""
-        self._retained[call_slot] = Retained(again=True, hopeless=True)
+        known = self._retained.get(call_slot, Retained())
+        self._retained[call_slot] = replace(known, again=True, hopeless=True)
 
     def learn_forward(self, call_slot: CallSlot, other: CallSlot, window: UserWindow) -> None:
         """A call of ``other``, of any fitted model, starts before the backward of one of ``call_slot``."""

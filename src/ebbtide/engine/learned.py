@@ -6,16 +6,15 @@ least memory where it has to leave room for what nobody knows yet.
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ebbtide.engine.after import AfterBackward
 from ebbtide.engine.key import CallSlot
 from ebbtide.engine.known_windows import KnownWindows
-from ebbtide.faults import users_level
+from ebbtide.measurement.step_record import Part, Taken
 from ebbtide.planning.step_end import SCALARS_BYTES
-from ebbtide.report.plan import Plan
-from ebbtide.units import format_allowed, format_bytes
+from ebbtide.step.program import Program
 
 __all__ = ["Learned"]
 
@@ -27,10 +26,12 @@ class Learned:
     Attributes:
         windows: what happens between the graphs of its steps.
         after: what is taken when their backwards have returned.
+        aside: bytes to be kept free besides.
     """
 
     windows: KnownWindows = field(default_factory=KnownWindows)
     after: AfterBackward = field(default_factory=AfterBackward)
+    aside: dict[CallSlot, int] = field(default_factory=dict[CallSlot, int])
 
     def is_known(self, call_slot: CallSlot, hooks: object) -> bool:
         """Whether it is known what user code takes outside of the two graphs of such a call."""
@@ -40,39 +41,33 @@ class Learned:
         self,
         call_slot: CallSlot,
         hooks: object,
-        plan: Plan,
+        program: Program,
         made_bytes: int,
+        parts: Mapping[Part, Taken],
         *,
-        peak_bytes: int,
-        left_bytes: int,
-        after_bytes: int,
-        after_left_bytes: int,
+        alone: bool = True,
     ) -> None:
-        """A step has ended under ``plan``: note what user code took between its two graphs and after them.
+        """A step has ended: note what user code took between its two graphs and after them.
 
         Args:
             call_slot: of the call.
             hooks: on parameters, then.
-            plan: that it ran under.
+            program: of the step.
             made_bytes: state that optimizers have made since its forward, in hooks: it is resident from now on, also
                 where as much has been freed meanwhile, such as gradients.
-            peak_bytes: taken between the graphs (a loss outside, or what is added to one).
-            left_bytes: of that, what stayed.
-            after_bytes: taken after the backward graph.
-            after_left_bytes: of that, what stayed.
+            parts: what each took.
+            alone: whether no other forward was pending, whose backward comes after this one's.
         """
-        self.after.learn(call_slot, hooks, plan, after_bytes, max(after_left_bytes, made_bytes))
-        if self.windows.has_loss_of(call_slot):
-            return
-        tangents = plan.program.late_bytes - plan.program.held_bytes
-        if peak_bytes - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
-            peak_bytes = left_bytes = 0
-        self.windows.learn_loss(call_slot, peak_bytes, max(left_bytes - tangents, 0))
-        total = plan.resident_bytes + plan.boundary_bytes + peak_bytes
-        if total > plan.budget_bytes:
-            warnings.warn(
-                f"code outside the model took {format_bytes(peak_bytes)} between forward and backward, so this first "
-                f"step took {format_bytes(total)}, over its budget of {format_allowed(plan.budget_bytes)}; "
-                "from the next step on it is planned for",
-                stacklevel=users_level(),
-            )
+        if alone:
+            self.after.learn(call_slot, hooks, parts[Part.AFTER], made_bytes)
+        window, tangents = parts[Part.WINDOW], program.late_bytes - program.held_bytes
+        peak, left = window.own_peak_bytes, window.own_left_bytes
+        if peak - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
+            peak = left = 0
+        self.windows.learn_loss(call_slot, peak, max(left - tangents, 0))
+        if Part.RETAINED in parts:
+            self.windows.learn_after_retained(call_slot, parts[Part.RETAINED].peak_bytes)
+
+    def put_aside(self, call_slot: CallSlot, over_bytes: int) -> None:
+        """Keep so much more free in steps of ``call_slot``: a step took it that nothing of the above explains."""
+        self.aside[call_slot] = self.aside.get(call_slot, 0) + over_bytes

@@ -33,7 +33,7 @@ from ebbtide.engine.calls import NOTHING_TO_TRAIN
 from ebbtide.engine.compiled import Call, StaleCapture
 from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
-from ebbtide.engine.executor import being_watched, choose_checks
+from ebbtide.engine.executor import choose_checks
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
 from ebbtide.engine.linked_outputs import watch_detached
 from ebbtide.engine.model import FittedModel
@@ -50,7 +50,7 @@ from ebbtide.measurement.garbage import collect_after_failed_captures, collect_g
 from ebbtide.measurement.leftovers import forget_dead, leave, watches_of
 from ebbtide.measurement.libraries import take_workspaces
 from ebbtide.measurement.resident import device_of, tensors_in
-from ebbtide.measurement.user_window import UserWindowGauge
+from ebbtide.measurement.step_record import give_way
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
@@ -141,6 +141,7 @@ def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     release_failed_backward()
     note_planned_again()
     collect_after_failed_captures()
+    model.judge.call_begins()
     if model.gradient_watcher.watches:
         model.gradient_watcher.call_begins(parameters_in(call.module), first=not model.calls.planned)
     handled, in_backward = sys.exception(), model.optimizers.in_backward
@@ -212,6 +213,7 @@ def _make(
     model: FittedModel, step: Step, call: Call, now: CallContext, attempts: Attempts
 ) -> tuple[CallContext, Executable | None]:
     """What surrounds ``call`` once ``step`` is captured, and an executable for it; ``None`` if it trains nothing."""
+    give_way()
     why = _why(model, step, call, now)
     progress = model.configuration.planning.progress
     if step.piece.captured is not None:
@@ -431,6 +433,16 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
     choose_checks(pending, now.device)
     if executable.code.updates and pending.optimizer is not None and not pending.optimizer.has_updated:
         pending.measuring.gauge = None  # the optimizer makes its state in this step, which is counted as there already
+    configuration = model.configuration
+    model.judge.watch(
+        pending,
+        now,
+        resident_bytes=step.resident_bytes(now),
+        optimizers=model.optimizers,
+        still_holds=lambda: executable.differs(_demand(model, step, now)) is None,
+        on_violation=configuration.on_violation,
+        given=model.request.given_plan is not None,
+    )
     if pending.proves and alone:
         pending.measuring.restore = snapshot(step.piece.changed_in(call.module), now.device)
     try:
@@ -450,8 +462,8 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
 
 
 def _ran(model: FittedModel, step: Step, pending: PendingStep, now: CallContext) -> None:
-    """Note that the forward of ``step`` has returned, and have measured what user code does from here on."""
-    optimizers, learned = model.optimizers, model.learned
+    """Note that the forward of ``step`` has returned."""
+    optimizers = model.optimizers
     model.steps.keep(step, now)
     model.last = step
     if optimizers.offloaded is not None:
@@ -459,25 +471,7 @@ def _ran(model: FittedModel, step: Step, pending: PendingStep, now: CallContext)
     if step.forward_calls > 1:
         model.steps.served_again(now)
     optimizers.forward_ran(now)
-    if now.checkpointed:
-        return
-    if now.flying_bytes:
+    if pending.measuring.record is not None:
+        pending.measuring.record.forward_returned()
+    if now.flying_bytes and not now.checkpointed:
         learn_overlap(pending, [each for each in now.pending if each.number in each.siblings.by_number])
-    elif not learned.is_known(now.call_slot, now.hooks) and not being_watched(now.device):
-        sizes = optimizers.state_sizes()
-
-        def learn(peak_bytes: int, left_bytes: int, after_bytes: int, after_left_bytes: int) -> None:
-            if step.plan is not None:
-                learned.learn(
-                    now.call_slot,
-                    now.hooks,
-                    step.plan,
-                    optimizers.made_since(sizes),
-                    peak_bytes=peak_bytes,
-                    left_bytes=left_bytes,
-                    after_bytes=after_bytes,
-                    after_left_bytes=after_left_bytes,
-                )
-
-        pending.measuring.window_gauge = UserWindowGauge(now.device, learn)
-        pending.measuring.window_gauge.begin()

@@ -2,7 +2,8 @@
 
 - its *configuration* and the current *request* are records that nobody writes to (``configuration``);
 - its captured *steps* are written by captures and by the loop (``captured_steps``);
-- what its runs have *learned* of the code around them is written when a step ends (``learned``);
+- what its runs have *learned* of the code around them is written when a step ends (``learned``), by its *judge*
+  (``judging``);
 - its *optimizers* are written by those who tell of one and by hooks at their steps (``optimizer_link``);
 - its *pending steps* are forwards whose backward has not come (``pending_steps``).
 
@@ -22,6 +23,7 @@ from ebbtide.engine.captured_steps import CapturedSteps
 from ebbtide.engine.compiled import Call
 from ebbtide.engine.configuration import Configuration, Request
 from ebbtide.engine.gradient_watcher import GradientWatcher
+from ebbtide.engine.judging import Judge
 from ebbtide.engine.key import Code
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
@@ -48,6 +50,7 @@ class FittedModel:
         number: of the model among all that were ever fitted.
         steps: that are captured.
         learned: from runs.
+        judge: of its steps' bytes.
         pending: forwards whose backward has not come.
         gradient_watcher: of gradients at its parameters.
         code: the functions of its classes.
@@ -62,12 +65,14 @@ class FittedModel:
     number: int = field(default_factory=_numbers.__next__)
     steps: CapturedSteps = field(init=False)
     learned: Learned = field(default_factory=Learned)
+    judge: Judge = field(init=False)
     pending: PendingSteps = field(init=False)
     gradient_watcher: GradientWatcher = field(default_factory=GradientWatcher)
     code: Code = field(default_factory=Code)
     last: Step | None = None
 
     def __post_init__(self) -> None:
+        self.judge = Judge(self.learned)
         self.pending = PendingSteps(self.learned.windows)
         self.steps = CapturedSteps(name=self.plain_class.__name__, configuration=self.configuration)
 

@@ -39,7 +39,7 @@ from ebbtide.errors import CaptureError
 from ebbtide.faults import users_level
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.peak import StepGauge
-from ebbtide.measurement.user_window import UserWindowGauge
+from ebbtide.measurement.step_record import StepRecord
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.torch_seams.autograd import is_function_node, saved_by
@@ -115,24 +115,24 @@ class Measuring:
 
     Attributes:
         gauge: records the peak of the step.
-        window_gauge: measures user code between forward and backward.
+        record: of the whole step's bytes.
         restore: puts buffers and random state back to where they were before the forward.
     """
 
     gauge: StepGauge | None = None
-    window_gauge: UserWindowGauge | None = None
+    record: StepRecord | None = None
     restore: Callable[[], None] | None = None
 
-    def end_window(self) -> None:
-        """What user code takes from here on is not measured."""
-        if self.window_gauge is not None:
-            self.window_gauge.end()
-            self.window_gauge = None
+    def end_record(self) -> None:
+        """What is taken from here on is not recorded."""
+        if self.record is not None:
+            self.record.end()
+            self.record = None
 
     def give_up(self) -> None:
         """Measure nothing any more (definition 3)."""
         self.gauge = self.restore = None
-        self.end_window()
+        self.end_record()
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -221,7 +221,7 @@ class PendingStep:
         if executable is not None and executable.first_runs.proving == self.handle:
             executable.first_runs.proving = None
         self.retire()
-        self.measuring.end_window()
+        self.measuring.end_record()
         if self.sums is not None:
             self.sums.end()
         if self.holdings.arena is not None:

@@ -79,6 +79,7 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
         others_in_flight=bool(now.flying_bytes),
         most_left_bytes=most_left_bytes(now.call_slot, now.inputs, now.pending) if now.pending else None,
         layouts=step.piece.layouts,
+        aside_bytes=learned.aside.get(now.call_slot, 0),
     )
 
 
@@ -163,8 +164,10 @@ class PlanTask:
         return found
 
     def reserve_bytes(self) -> int:
-        """What is kept free besides: for the proof, and for what a card's allocator hands out too much."""
+        """What is kept free besides: for the proof, for what a card's allocator hands out too much, and put aside."""
         reserve = reserve_bytes(self.program, self.now.device, verify=self.verify)
+        if self.request.given_plan is None:
+            reserve += self.demand.aside_bytes
         if self.now.device == "cuda" and self.request.given_plan is None:  # what its budget leaves free is its maker's
             known = [each.measured.unsplit_bytes for each in self.step.executables]
             reserve += max([unsplit_bytes(self.program), *known])

@@ -33,10 +33,13 @@ class Retained:
 
     Attributes:
         again: whether there is more than one through the same graph.
+        after_bytes: what user code takes after the first of them while the graph is there; ``None`` before that is
+            measured.
         hopeless: whether no plan was found that has the room, so that steps run without it.
     """
 
     again: bool = False
+    after_bytes: int | None = None
     hopeless: bool = False
 
 
@@ -62,7 +65,8 @@ def retained_above_bytes(program: Program, schedule: Schedule, timeline: Timelin
             staying[index] += max(program.buffers[each].bytes for each in program.ops[action.op].inputs)
     again = sum(program.buffers[b].bytes for b in program.gradients) if retained.again else 0
     backward = (timeline.peak_bytes + staying)[boundary:].max(initial=0)
-    return max(timeline.above_bytes, int(backward) + again)
+    after = int(timeline.live_bytes[-1] + staying[-1]) + (retained.after_bytes or 0) if len(staying) else 0
+    return max(timeline.above_bytes, int(backward) + again, after)
 
 
 def plan_retained(plan: Plan, make: Callable[[int], Plan], retained: Retained) -> Plan | None:

@@ -50,6 +50,7 @@ class Demand:
         most_left_bytes: that may be left until the backward by the plans of forwards in flight, which were planned
             with room for this one; ``None`` if there are none.
         layouts: of the gradients of its outputs; ``None`` if they arrive as traced.
+        aside_bytes: to be kept free, since a step has taken more than its plan predicted.
     """
 
     request: Request
@@ -65,6 +66,7 @@ class Demand:
     others_in_flight: bool
     layouts: Layouts | None
     most_left_bytes: int | None = None
+    aside_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,4 +139,6 @@ def _more_of(now: Demand) -> str:
         return "another forward is in flight"
     if now.accumulating:
         return "gradients are accumulated, or were not cleared before the forward"
+    if now.aside_bytes:
+        return "a step took more than its plan predicted"
     return "more is resident"

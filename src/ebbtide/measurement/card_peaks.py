@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["allocated_peak", "give_back_peak", "peaks_kept", "reset_peak"]
+__all__ = ["allocated_peak", "give_back_peak", "levels", "peaks_kept", "reset_peak"]
 
 _UNSPLIT_BYTES = 2**20
 """A rest of so many bytes or fewer is handed out with the block."""
@@ -34,6 +34,12 @@ _here = _OfThread()
 def allocated_peak() -> int:
     """Bytes at the highest point since the statistic of the current device was reset."""
     return torch.cuda.max_memory_allocated()
+
+
+def levels() -> tuple[int, int]:
+    """The peak of the current device, as :func:`allocated_peak`, and what is allocated, in one question."""
+    found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+    return found["peak"], found["current"]
 
 
 def reset_peak() -> int:

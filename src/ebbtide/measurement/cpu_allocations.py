@@ -12,12 +12,13 @@ import atexit
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbtide.torch_seams.autograd import in_backward
 from ebbtide.torch_seams.profiler import AllocationProfile, ProfilerActive, profiler_active, runs_on_another_thread
 
-__all__ = ["AllocationEvent", "AllocationRecorder", "ProfilerActive", "profiler_active"]
+__all__ = ["AllocationEvent", "AllocationRecorder", "ProfilerActive", "peak_above", "profiler_active"]
 
 _POLL_SECONDS = 1e-3
 
@@ -29,10 +30,21 @@ class AllocationEvent:
     Attributes:
         time_ns: when, on the profiler's clock.
         bytes: what was taken, or given back if negative.
+        address: of the block.
     """
 
     time_ns: int
     bytes: int
+    address: int = 0
+
+
+def peak_above(events: Iterable[AllocationEvent]) -> int:
+    """The highest level that ``events`` reach above the level before the first of them, bytes."""
+    level = peak = 0
+    for event in events:
+        level += event.bytes
+        peak = max(peak, level)
+    return peak
 
 
 class AllocationRecorder:
@@ -84,9 +96,9 @@ class AllocationRecorder:
         for time_ns, pointer, size in self._profile.events():
             if size > 0:
                 self.live[pointer] = size
-                events.append(AllocationEvent(time_ns, size))
+                events.append(AllocationEvent(time_ns, size, pointer))
             elif pointer in self.live:
-                events.append(AllocationEvent(time_ns, -self.live.pop(pointer)))
+                events.append(AllocationEvent(time_ns, -self.live.pop(pointer), pointer))
         return events
 
 

@@ -7,20 +7,12 @@ from types import TracebackType
 import torch
 
 from ebbtide.measurement.card_peaks import allocated_peak, give_back_peak, reset_peak
-from ebbtide.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, ProfilerActive
+from ebbtide.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, ProfilerActive, peak_above
 from ebbtide.measurement.reserved import Reserved, requested_now, reserved_at_peak
 from ebbtide.measurement.resident import device_of, resident_bytes
+from ebbtide.measurement.step_record import give_way
 
-__all__ = ["StepGauge", "measure", "peak_above"]
-
-
-def peak_above(events: list[AllocationEvent]) -> int:
-    """The highest level that ``events`` reach above the level before the first of them, bytes."""
-    level = peak = 0
-    for event in events:
-        level += event.bytes
-        peak = max(peak, level)
-    return peak
+__all__ = ["StepGauge", "measure"]
 
 
 class StepGauge:
@@ -126,6 +118,7 @@ class measure:
         else:
             self.start_bytes = resident_bytes(self._roots)
             self._recorder = AllocationRecorder()
+            give_way()
             self._recorder.start()
         return self
 

@@ -35,6 +35,7 @@ __all__ = [
     "outputs_reached",
     "release_failed_backward",
     "saved_by",
+    "when_backward_ends",
 ]
 
 _LEAF = 2**64 - 1  # the sequence number of AccumulateGrad
@@ -67,6 +68,11 @@ def active_transform() -> str:
     if layer is not None:
         return f"torch.func's {str(layer.key()).rpartition('.')[2].lower()}"
     return "forward-mode AD (torch.autograd.forward_ad)" if torch.autograd.forward_ad._current_level >= 0 else ""
+
+
+def when_backward_ends(ends: Callable[[], None]) -> None:
+    """Call ``ends`` once the backward of this thread has run all its nodes; what it raises, that backward raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(ends)  # type: ignore[attr-defined]
 
 
 def keeps_graph() -> bool:

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,15 @@ import torch
 from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch.autograd import profiler
 
-from ebbtide.torch_seams.patches import Item, Patch, patched
+from ebbtide.torch_seams.patches import Attribute, Item, Patch, patched, wrapped
 
-__all__ = ["AllocationProfile", "ProfilerActive", "profiler_active", "runs_on_another_thread"]
+__all__ = [
+    "AllocationProfile",
+    "ProfilerActive",
+    "before_other_profiles",
+    "profiler_active",
+    "runs_on_another_thread",
+]
 
 _QUIET = "6"  # above every level of Kineto's messages
 _WARNING, _ERROR = 1, 2  # levels of torch's C++ log (c10/util/logging_is_not_google_glog.h)
@@ -82,6 +89,19 @@ def runs_on_another_thread() -> bool:
 def profiler_active() -> bool:
     """Whether a profiler runs in this process, whoever started it; a second one must not be started."""
     return profiler._is_profiler_enabled
+
+
+def before_other_profiles(called: Callable[[], None]) -> Patch:
+    """A patch, not open yet: while it is, ``called`` runs whenever a profile is about to begin, whoever's it is."""
+
+    def make(below: Callable[..., None]) -> Callable[..., None]:
+        def prepared(profile: profiler.profile) -> None:
+            called()
+            below(profile)
+
+        return prepared
+
+    return wrapped(Attribute(profiler.profile, "_prepare_trace"), make)
 
 
 class AllocationProfile:

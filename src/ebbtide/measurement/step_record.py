@@ -1,0 +1,271 @@
+"""The allocator's record of one whole step in somebody else's program, in parts: :class:`Part`.
+
+On CUDA the allocator is asked wherever a part ends. Its peak is reset there where that is needed to know what each part
+took; where it is not, a part is known that has raised it. On CPU allocations are recorded (``cpu_allocations``), and
+marks in the record say where parts end. A recording has to end outside of a backward, so for that step
+``torch.autograd.backward`` and ``torch.autograd.grad`` are watched. It gives way to a profiler of the user's.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ebbtide.measurement.card_peaks import give_back_peak, levels, reset_peak
+from ebbtide.measurement.cpu_allocations import AllocationEvent, AllocationRecorder, ProfilerActive, peak_above
+from ebbtide.torch_seams.autograd import BackwardWatch, in_backward, when_backward_ends
+from ebbtide.torch_seams.patches import Patch
+from ebbtide.torch_seams.profiler import before_other_profiles
+from ebbtide.torch_seams.storages import StorageWatch
+
+__all__ = ["Part", "StepRecord", "Taken", "give_way"]
+
+_recording: weakref.WeakSet[StepRecord] = weakref.WeakSet()  # on CPU
+
+
+def give_way() -> None:
+    """Somebody is about to record allocations on CPU: no step is recorded any more."""
+    for each in list(_recording):
+        each.end()
+
+
+class Part(enum.Enum):
+    """A part of a step, in order; the value says it in words."""
+
+    FORWARD = "its forward"
+    WINDOW = "code outside the model, between forward and backward"
+    BACKWARD = "its backward"
+    AFTER = "hooks on parameters, or sums with gradients from outside the step"
+    RETAINED = "code after a backward that retained its graph"
+    AGAIN = "another backward through the same graph"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Bytes of a part.
+
+    Attributes:
+        start_bytes: level at which it began, with what was resident before the step.
+        peak_bytes: at the most, above that.
+        left_bytes: at its end, above that.
+        own_peak_bytes: at the most of what it has taken itself, without what it gave back of earlier parts, such as
+            outputs, which may stay in another step; a card's allocator does not tell the two apart.
+        own_left_bytes: likewise, at its end.
+    """
+
+    start_bytes: int
+    peak_bytes: int
+    left_bytes: int
+    own_peak_bytes: int
+    own_left_bytes: int
+
+    @property
+    def highest_bytes(self) -> int:
+        """Its highest level."""
+        return self.start_bytes + self.peak_bytes
+
+
+class _OnCpu:
+    """The recorder, with marks: blocks of sizes that nobody else takes in this order, each given back at once."""
+
+    _SIZES = ((61, 53, 59, 47), (53, 47, 61, 59), (59, 61, 47, 53), (47, 59, 53, 61), (61, 47, 53, 59))
+
+    def __init__(self, start_bytes: int, freed: Sequence[StorageWatch]) -> None:
+        self._start_bytes, self._may_go = start_bytes, freed
+        self._gone = [0]
+        self._recorder = AllocationRecorder()
+
+    def begin(self) -> bool:
+        try:
+            self._recorder.start()
+        except ProfilerActive:
+            return False
+        return True
+
+    def mark(self) -> None:
+        for size in self._SIZES[len(self._gone) - 1]:
+            torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._gone.append(sum(each.bytes for each in self._may_go if not each.alive))
+
+    def end(self) -> list[Taken]:
+        events = self._recorder.stop()
+        found: list[Taken] = []
+        level = self._start_bytes
+        for sizes, gone in zip((*self._SIZES[: len(self._gone) - 1], ()), self._gone, strict=True):
+            marks = [signed for size in sizes for signed in (size, -size)]
+            end = _find(events, marks) if marks else len(events)
+            if end < 0:
+                break
+            part = events[:end]
+            peak, left = _peak_and_level(part)
+            found.append(Taken(level - gone, peak, left, *_peak_and_level(_own(part))))
+            level, events = level + left, events[end + len(marks) :]
+        return found
+
+
+class _OnCard:
+    """The allocator's own statistic; with ``resets`` it begins anew with every part, and is given back at the end."""
+
+    def __init__(self, *, resets: bool) -> None:
+        self._resets = resets
+        self._found: list[Taken] = []
+        self._highest = self._last = self._level = 0
+
+    def begin(self) -> bool:
+        self._last, self._level = levels()
+        if self._resets:
+            self._highest = self._last
+            reset_peak()
+        return True
+
+    def mark(self) -> None:
+        peak, level = levels()
+        known = self._resets or peak != self._last  # lower: somebody has reset it within the part
+        highest = peak if known else max(level, self._level)
+        peak_bytes, left = highest - self._level, level - self._level
+        self._found.append(Taken(self._level, peak_bytes, left, peak_bytes, left))
+        self._highest, self._last, self._level = max(self._highest, peak), peak, level
+        if self._resets:
+            reset_peak()
+
+    def end(self) -> list[Taken]:
+        self.mark()
+        if self._resets:
+            give_back_peak(self._highest)
+        return self._found
+
+
+class StepRecord:
+    """Records one step from :meth:`begin` to its end.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        start_bytes: resident before the step, on CPU; a card's allocator knows.
+        freed: watches what is resident and may go in the step, on CPU, where nobody sees that.
+        resets: whether a card's statistic is reset.
+        done: called once with the record, when it is over.
+        returned: called without arguments when the user's backward has returned and the record is over; what it raises
+            is what the caller of the backward gets.
+
+    Attributes:
+        steady: whether a card is read and nothing else done.
+        parts: what each took, as far as the step has come; valid when it is over.
+        retains: whether the last backward retained the graph, so that the record goes on after it.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        start_bytes: int,
+        freed: Sequence[StorageWatch] = (),
+        resets: bool = True,
+        done: Callable[[StepRecord], None],
+        returned: Callable[[], None],
+    ) -> None:
+        self.parts: dict[Part, Taken] = {}
+        self.retains = False
+        self._source = _OnCard(resets=resets) if device == "cuda" else _OnCpu(start_bytes, freed)
+        self.steady = device == "cuda" and not resets
+        self._done, self._tell = done, returned
+        self._thread = threading.get_ident()  # a profiler has to be stopped where it was started
+        self._patches: list[BackwardWatch | Patch] = []
+        self._part = Part.FORWARD
+        self.open = False
+
+    @property
+    def highest_bytes(self) -> int:
+        """The highest level of the whole step."""
+        return max((each.highest_bytes for each in self.parts.values()), default=0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step has come to the end of a backward."""
+        return Part.AFTER in self.parts
+
+    def begin(self) -> None:
+        """The forward graph starts. Does nothing while somebody's profiler runs."""
+        self.open = self._source.begin()
+        if self.open and isinstance(self._source, _OnCpu):
+            _recording.add(self)
+
+    def forward_returned(self) -> None:
+        """The model's forward has returned."""
+        if self._next(Part.FORWARD) and not self.steady:
+            self._patches = [BackwardWatch(self._a_backward_ends), before_other_profiles(give_way)]
+            for each in self._patches:
+                each.open()
+
+    def backward_begins(self, *, retains: bool) -> None:
+        """The backward graph starts, for the first time or once more."""
+        self.retains = retains
+        if not self._next(Part.WINDOW):
+            self._next(Part.RETAINED)
+
+    def backward_returned(self) -> None:
+        """The backward graph has returned."""
+        if self._next(Part.BACKWARD) and self.steady:
+            when_backward_ends(self._a_backward_ends)
+
+    def end(self) -> None:
+        """The step is given up, or its graph is gone. Inside of a backward, its end is waited for."""
+        if not self.open or (not self.steady and (in_backward() or self._thread != threading.get_ident())):
+            return
+        self.open = False
+        _recording.discard(self)
+        for each in self._patches:
+            each.close()
+        taken = self._source.end()
+        self.parts = dict(zip(Part, taken, strict=False))
+        done, self._done = self._done, _nothing  # which holds much
+        done(self)
+
+    def _next(self, part: Part) -> bool:
+        """End ``part``, if it is the one that the step is in."""
+        if not self.open or self._part is not part:
+            return False
+        self._source.mark()
+        order = list(Part)
+        self._part = order[order.index(part) + 1]
+        return True
+
+    def _a_backward_ends(self) -> None:
+        """One of any model; it may be inside of another."""
+        if not self.steady and (in_backward() or self._thread != threading.get_ident()):
+            return
+        if self._part is Part.BACKWARD or (self._part in (Part.AFTER, Part.AGAIN) and not self.retains):
+            self.end()
+            self._tell()
+        else:
+            self._next(Part.AFTER)
+
+
+def _nothing(_: StepRecord) -> None:
+    """Nobody is told."""
+
+
+def _find(events: Sequence[AllocationEvent], mark: list[int]) -> int:
+    sizes = [each.bytes for each in events]
+    starts = range(len(events) - len(mark) + 1)
+    return next((start for start in starts if sizes[start : start + len(mark)] == mark), -1)
+
+
+def _own(events: Sequence[AllocationEvent]) -> list[AllocationEvent]:
+    """Those of blocks that were taken among them."""
+    taken: set[int] = set()
+    own: list[AllocationEvent] = []
+    for each in events:
+        if each.bytes > 0:
+            taken.add(each.address)
+        if each.address in taken:
+            own.append(each)
+    return own
+
+
+def _peak_and_level(events: Sequence[AllocationEvent]) -> tuple[int, int]:
+    return peak_above(events), sum(each.bytes for each in events)
