@@ -23,6 +23,8 @@ FIELDS = tuple(each.name for each in fields(Options))
 """The names of all options."""
 _HERE = "the step is planned for the device that the model is on; leave it out, or plan ahead with ebbtide.plan"
 _ANEW = "its plans start from none that is given; ebbtide.fit takes one"
+_RUNS_NOTHING = "it runs no step that could go over its budget; ebbtide.fit takes one"
+_AHEAD = {"start": _ANEW, "on_violation": _RUNS_NOTHING}
 _MADE = "it runs a plan that is made already"
 _FITTING = {
     "loss": "the training loop calls it on what the model returns, and what it takes there is measured in the first "
@@ -34,10 +36,10 @@ _FITTING = {
 NOT_TAKEN: dict[str, dict[str, str]] = {
     "fit": _FITTING,
     "MemoryBudget": {**_FITTING, "optimizer": "it asks the trainer for its own"},
-    "plan": {"start": _ANEW},
-    "sweep": {"start": _ANEW, "planner": 'give planners=("auto",), one or more'},
-    "doctor": {"start": _ANEW},
-    "max_batch": {"start": _ANEW},
+    "plan": _AHEAD,
+    "sweep": {**_AHEAD, "planner": 'give planners=("auto",), one or more'},
+    "doctor": _AHEAD,
+    "max_batch": _AHEAD,
     "verify": dict.fromkeys((each for each in FIELDS if each not in ("gradients", "tiers")), _MADE),
 }
 """Which options a function does not take, and why (definition 3)."""

@@ -102,12 +102,12 @@ class BudgetError(EbbtideError, ValueError):
 
 
 class BudgetExceeded(EbbtideError, RuntimeError):
-    """A measured step went over its budget; names the op where the plan has its peak.
+    """A step went over its budget: the first measured one, or with ``on_violation="raise"`` any that was judged.
 
     Attributes:
         budget_bytes: the budget, bytes of peak.
         measured_peak_bytes: what was measured, bytes.
-        op: where the plan has its peak, with its source line; empty if unknown.
+        op: where the plan has its peak, with its source line; empty where the message says what grew.
     """
 
     def __init__(self, message: str, *, budget_bytes: int, measured_peak_bytes: int, op: str = "") -> None:

@@ -44,6 +44,8 @@ ABSURD: list[tuple[str, object]] = [
     ("progress", "loud"),
     ("verify", 1),
     ("verify", "yes"),
+    ("on_violation", "stop"),
+    ("on_violation", None),
     ("interrupt", True),
     ("start", "plan.json"),
     ("start", 5),

@@ -126,8 +126,8 @@ class Judge:
         if now.device == "cpu" and (not due or being_watched(now.device)):
             return
         if pending.measuring.gauge is not None:
-            if not news:
-                return  # its ops are measured
+            if not news and sample.steps <= sample.due:
+                return  # its graphs are measured, if nothing disturbs that; if it does, the next is recorded
             pending.measuring.gauge = None
         if due:
             sample.begins()
@@ -146,8 +146,9 @@ class Judge:
             if news or over > _SLACK_BYTES:
                 learned.learn(slot, hooks, plan.program, made, record.parts, alone=alone)
             if over > _SLACK_BYTES:
-                if not given and still_holds():
-                    learned.put_aside(slot, over)
+                if not given and still_holds():  # what it leaves free is put aside too, or it would come again
+                    free = plan.budget_bytes - plan.predicted_peak_bytes - plan.reserve_bytes
+                    learned.put_aside(slot, over + max(free, 0))
                 sample.due = sample.steps + 1
                 self._exceeded(slot, plan, record, on_violation, given=given)
             elif news and (counted := _counted(record, plan)) > plan.budget_bytes:
