@@ -15,6 +15,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide.engine import plans as plans_of_steps
+from ebbtide.errors import BudgetError
 
 ROWS, WIDTH = 512, 64
 
@@ -107,15 +108,16 @@ def test_from_the_second_step_on_there_is_room(
     assert len(plans) == settled, "plans are made for ever"
 
 
-def test_where_there_is_no_room_that_is_said_once() -> None:
+def test_where_there_is_no_room_that_is_said_and_what_is_named_has_it() -> None:
     plain, _, _ = _plain()
     model = ebbtide.fit(copy.deepcopy(plain), _unplanned().smallest_bytes + 20_000, options=ebbtide.Options(effort=100))
     x = torch.randn(ROWS, WIDTH)
     with pytest.warns(UserWarning, match="retains its graph"):
         twice(*model(x))
     model.zero_grad()
-    with pytest.warns(UserWarning, match="no plan within"):
-        twice(*model(x))
+    with pytest.raises(BudgetError, match="retain_graph=True") as refused:
+        model(x)
+    ebbtide.set_budget(model, refused.value.smallest_bytes)
     for _ in range(2):
         model.zero_grad()
         with warnings.catch_warnings():

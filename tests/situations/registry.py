@@ -41,6 +41,7 @@ GROUPS = {
     "preferred": "TRL",
     "distributed": "DistributedDataParallel over gloo",
     "refused": "What no plan can hold",
+    "smallest": "The smallest budget that a refusal names is asked for",
     "recaptured": "Captured once",
     "exceptions": "Exceptions, interruptions, observers",
     "leftovers": "Nothing stays behind",

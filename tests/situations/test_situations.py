@@ -41,6 +41,7 @@ SAMPLE = {
     "algebra": ("algebra_svd", "sparse_embedding", "criterion_ctc"),
     "checkpoints": ("preferences_concatenated", "sequential_checkpoints_reentrant"),
     "refused": ("budget_too_small", "branch_on_data", "attention_blocks"),
+    "smallest": ("smallest_named_plain", "smallest_named_two_forwards", "smallest_named_retained"),
     "recaptured": ("last_batch_is_smaller", "frozen_in_turns", "gradients_and_none_in_turns"),
     "exceptions": ("exception_in_the_loss", "profiled_from_the_start", "interrupted"),
     "leftovers": ("cache_spoiled_text", "model_dies_in_flight", "forward_whose_loss_fails"),

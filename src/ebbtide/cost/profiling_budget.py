@@ -70,6 +70,11 @@ class ProfilingBudget:
     untried: list[float] = field(default_factory=list[float], repr=False, compare=False)
     unknown_facts: list[float] = field(default_factory=list[float], repr=False, compare=False)
 
+    @property
+    def knows_all(self) -> bool:
+        """Whether there was room for all that it was used for."""
+        return not self.untried and not self.unknown_facts
+
     def holds(self, needs_bytes: float) -> bool:
         """Whether an op that takes so much may be tried out, for all that is known."""
         return self.free_bytes is None or needs_bytes <= max(self.free_bytes, self.refused_bytes)

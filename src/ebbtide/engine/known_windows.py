@@ -62,9 +62,8 @@ class KnownWindows:
         self._losses[call_slot] = found if known is None else known.joined(found)
 
     def retained(self, call_slot: CallSlot) -> Retained | None:
-        """How backwards of calls of ``call_slot`` retain their graphs, if any did that can be planned for."""
-        known = self._retained.get(call_slot)
-        return None if known is None or known.hopeless else known
+        """How backwards of calls of ``call_slot`` retain their graphs, if any did."""
+        return self._retained.get(call_slot)
 
     def learn_retained(self, call_slot: CallSlot, *, again: bool) -> bool:
         """A backward retains its graph, or comes ``again`` through it; whether that is news."""
@@ -83,11 +82,6 @@ class KnownWindows:
         """User code took so much after a backward that retained its graph, before that was gone."""
         known = self._retained.get(call_slot, Retained())
         self._retained[call_slot] = replace(known, after_bytes=max(taken_bytes, known.after_bytes or 0))
-
-    def forget_retained(self, call_slot: CallSlot) -> None:
-        """No plan has the room."""
-        known = self._retained.get(call_slot, Retained())
-        self._retained[call_slot] = replace(known, again=True, hopeless=True)
 
     def learn_forward(self, call_slot: CallSlot, other: CallSlot, window: UserWindow) -> None:
         """A call of ``other``, of any fitted model, starts before the backward of one of ``call_slot``."""

@@ -252,7 +252,8 @@ def _make(
                     optimizers=model.optimizers,
                     pending=model.pending,
                     other_plans=model.steps.plans(),
-                )
+                ),
+                attempts.profiling,
             )
         if attempts.refused is not None:
             _warn_of_trials(attempts.refused, attempts.profiling)

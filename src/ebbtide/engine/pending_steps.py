@@ -53,6 +53,7 @@ __all__ = [
     "PendingStep",
     "PendingSteps",
     "disturb_step_of",
+    "in_flight_beside",
     "kept_bytes",
     "kept_inputs",
     "learn_overlap",
@@ -308,6 +309,11 @@ def _besides(
             own = sum(each.bytes for each in inputs if each.key not in shared)
             yield earlier, earlier.executable, others + own
             others += earlier.executable.leaves_bytes
+
+
+def in_flight_beside(inputs: Sequence[StorageWatch], before: Sequence[PendingStep]) -> Iterator[tuple[Executable, int]]:
+    """What runs the steps of ``before``, and what comes between their graphs beside a forward with these ``inputs``."""
+    return ((executable, besides) for _, executable, besides in _besides(inputs, before))
 
 
 def most_left_bytes(slot: CallSlot, inputs: Sequence[StorageWatch], before: Sequence[PendingStep]) -> int | None:

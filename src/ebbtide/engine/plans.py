@@ -16,6 +16,7 @@ from typing import Any
 from ebbtide.capture.joint import Captured
 from ebbtide.cost.attach import costs_of
 from ebbtide.cost.cache import device_context
+from ebbtide.cost.profiling_budget import ProfilingBudget
 from ebbtide.engine.after import hooks_end
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
@@ -25,10 +26,10 @@ from ebbtide.engine.given import given_plan_here, program_of, start_here
 from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
-from ebbtide.engine.pending_steps import PendingSteps, most_left_bytes
+from ebbtide.engine.pending_steps import PendingSteps, in_flight_beside, most_left_bytes
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbtide.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_pending
-from ebbtide.engine.retained import Retained, plan_retained
+from ebbtide.engine.retained import Retained, plan_retained, retained_bytes
 from ebbtide.engine.step import Step
 from ebbtide.engine.user_window import UserWindow
 from ebbtide.engine.validity import LEAST_MEMORY, Demand, leaves_more
@@ -50,6 +51,9 @@ from ebbtide.units import Budget, format_allowed, format_bytes
 
 _ASKED = "the questions that the model asks of values of its inputs"
 _ASK_OUTSIDE = "ask it outside of the model and give the forward what comes of it as a Python bool"
+
+_MOST_ASKED = 3
+"""Budgets that are planned before a refusal names one of them."""
 
 __all__ = ["PlanTask", "demand_of", "plan_for", "warn_of_forward"]
 
@@ -127,6 +131,7 @@ class PlanTask:
         optimizers: of the model.
         pending: steps of the model.
         other_plans: plans of the model that are at hand.
+        known_smallest_bytes: below which budgets were refused for it.
     """
 
     step: Step
@@ -141,6 +146,7 @@ class PlanTask:
     optimizers: OptimizerLink
     pending: PendingSteps
     other_plans: Sequence[Plan]
+    known_smallest_bytes: int = 0
 
     @property
     def finish(self) -> Finish:
@@ -174,17 +180,45 @@ class PlanTask:
         return reserve
 
 
-def plan_for(task: PlanTask) -> tuple[Plan, bool]:
+def plan_for(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool]:
     """The plan for a call, and whether it will do only until more is known (definition 1).
 
     Forwards that train nothing together with this one are left out where there is no plan with room for them. Nothing
-    of the model has run when this returns or raises.
+    of the model has run when this returns or raises. What a refusal names is planned once before it is raised, unless
+    more is found out for it first.
+
+    Args:
+        task: what is to be planned.
+        profiling: what was free to find out about it.
 
     Raises:
         BudgetError: if no schedule within the budget was found.
         CaptureError: if a given plan moves tensors inside of somebody else's checkpoint.
         PlanMismatch: if the given plan is of another step or machine.
     """
+    try:
+        return _plan_for(task)
+    except BudgetError as error:
+        if task.request.given_plan is not None or not (profiling.refused_bytes or profiling.knows_all):
+            raise
+        if (smallest := _accepted_bytes(task, error.smallest_bytes)) == error.smallest_bytes:
+            raise
+    return _plan_for(replace(task, known_smallest_bytes=smallest))
+
+
+def _accepted_bytes(task: PlanTask, smallest_bytes: int) -> int:
+    """The least budget that is planned when it is asked for, from ``smallest_bytes`` on, which a refusal names."""
+    for _ in range(_MOST_ASKED):
+        budget = Budget(bytes=smallest_bytes)
+        try:
+            _plan_for(replace(task, request=replace(task.request, budget=budget)))
+            break
+        except BudgetError as error:
+            smallest_bytes = max(error.smallest_bytes, smallest_bytes + 1)
+    return smallest_bytes
+
+
+def _plan_for(task: PlanTask) -> tuple[Plan, bool]:
     now, windows = task.now, task.windows
     to_come, reserve = task.to_come(), task.reserve_bytes()
     resident = task.step.resident_bytes(now) + sum(to_come.values())
@@ -340,7 +374,11 @@ def _options(task: PlanTask, parts: Mapping[str, int], *, guess: bool) -> Planni
     )
     start = [] if configuration.start is None else [configuration.start]
     options = replace(
-        configuration.planning, provenance=source, other_plans=[*task.other_plans, *start], resident_parts=parts
+        configuration.planning,
+        provenance=source,
+        other_plans=[*task.other_plans, *start],
+        resident_parts=parts,
+        known_smallest_bytes=task.known_smallest_bytes,
     )
     if now.checkpointed:  # see Step.of_checkpoint
         options = replace(options, tiers=())
@@ -396,7 +434,50 @@ def _instead(
             resident_parts=without_pending(wanted.options.resident_parts, now.flying_bytes),
         ),
     )
-    return make_plan(**alone.arguments(window)), True
+    try:
+        return make_plan(**alone.arguments(window)), True
+    except BudgetError as refused:
+        together = _together_bytes(alone, window, refused.smallest_bytes)
+    options = replace(alone.options, known_smallest_bytes=max(together, task.known_smallest_bytes))
+    try:
+        return make_plan(**replace(alone, options=options).arguments(window)), True
+    except BudgetError as refused:
+        refused.add_note("Another forward is in flight without a backward: the smallest budget has room for both")
+        raise
+
+
+def _together_bytes(alone: _Wanted, window: UserWindow | None, smallest_bytes: int) -> int:
+    """The least budget for a call and the forwards in flight that did not expect it, as the next round plans for both.
+
+    Args:
+        alone: the plan that is wanted for the call, without them.
+        window: of the call.
+        smallest_bytes: the least budget for the call alone.
+    """
+    with contextlib.suppress(BudgetError):
+        plan = make_plan(**alone.arguments(window, Budget(bytes=smallest_bytes)))
+        for executable, besides in in_flight_beside(alone.task.now.inputs, alone.task.now.pending):
+            earlier, program = executable.plan, executable.plan.program
+            peak = besides + plan.reserve_bytes + plan.timeline.above_bytes
+            both = replace(
+                alone,
+                task=replace(
+                    alone.task,
+                    program=replace(
+                        program,
+                        between_bytes=max(program.between_bytes, peak),
+                        held_bytes=max(program.held_bytes, besides + left_bytes(plan)),
+                    ),
+                ),
+                resident_bytes=earlier.resident_bytes,
+                reserve_bytes=earlier.reserve_bytes,
+                options=replace(alone.options, alternatives=None),
+            )
+            try:
+                make_plan(**both.arguments(None, Budget(bytes=smallest_bytes)))
+            except BudgetError as error:
+                smallest_bytes = max(smallest_bytes, error.smallest_bytes)
+    return smallest_bytes
 
 
 def _figures_leave_out(wanted: _Wanted, error: BudgetError, *, guess: bool) -> Iterator[str]:
@@ -421,7 +502,11 @@ def _figures_leave_out(wanted: _Wanted, error: BudgetError, *, guess: bool) -> I
 
 
 def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> Plan:
-    """A plan that leaves room for what a backward keeps that retains its graph; ``plan`` itself where there is none."""
+    """A plan that leaves room for what a backward keeps that retains its graph.
+
+    Raises:
+        BudgetError: if none was found.
+    """
     budget = Budget(bytes=plan.budget_bytes)
     between, held = plan.program.between_bytes, plan.program.held_bytes
     options = replace(wanted.options, other_plans=[*wanted.options.other_plans, plan])
@@ -432,12 +517,34 @@ def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> 
     def with_aside(aside_bytes: int) -> Plan:
         return make_plan(**planned.arguments(None, budget, aside_bytes=aside_bytes, seeds=seeds))
 
-    roomy = plan_retained(plan, with_aside, retained)
-    if roomy is None:
-        wanted.task.windows.forget_retained(wanted.task.now.call_slot)
-        warnings.warn(
-            f"no plan within {format_allowed(plan.budget_bytes)} was found that has room for what a backward with "
-            "retain_graph=True keeps: steps that retain their graph may exceed the budget",
-            stacklevel=users_level(),
-        )
-    return roomy or plan
+    if (roomy := plan_retained(plan, with_aside, retained)) is not None:
+        return roomy
+    roomy = _least_of(planned)
+    needed = retained_bytes(roomy, retained)
+    if needed <= plan.budget_bytes:
+        return replace(roomy, budget_bytes=plan.budget_bytes, reserve_bytes=needed - roomy.predicted_peak_bytes)
+    needed = max(needed, wanted.options.known_smallest_bytes)
+    raise BudgetError(
+        f"a budget of {format_allowed(plan.budget_bytes)} ({plan.budget_bytes} bytes) is too small for a backward with "
+        f"retain_graph=True, as one was before, which keeps what was saved for it: the smallest for which a plan was "
+        f"found is {format_bytes(needed)} ({needed} bytes). Ask for that or more (of a fitted model: "
+        "ebbtide.set_budget), or retain no graph",
+        budget_bytes=plan.budget_bytes,
+        floor_bytes=roomy.floor_bytes,
+        smallest_bytes=needed,
+        resident_bytes=roomy.resident_bytes + roomy.reserve_bytes,
+        pinned_by="a retained graph",
+        resident_parts=wanted.options.resident_parts,
+    )
+
+
+def _least_of(wanted: _Wanted) -> Plan:
+    """The plan of the least budget that there is."""
+    least = replace(wanted, options=replace(wanted.options, planner=LEAST_MEMORY, known_smallest_bytes=0))
+    budget = Budget(bytes=1)
+    while True:
+        try:
+            return make_plan(**least.arguments(None, budget))
+        except BudgetError as error:
+            assert budget.bytes is not None
+            budget = Budget(bytes=max(error.smallest_bytes, budget.bytes + 1))

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Free, Schedule
 from ebbtide.step.simulate import Timeline
 
-__all__ = ["Retained", "plan_retained", "retained_above_bytes"]
+__all__ = ["Retained", "plan_retained", "retained_above_bytes", "retained_bytes"]
 
 _MOST_TRIES = 6
 
@@ -35,12 +35,10 @@ class Retained:
         again: whether there is more than one through the same graph.
         after_bytes: what user code takes after the first of them while the graph is there; ``None`` before that is
             measured.
-        hopeless: whether no plan was found that has the room, so that steps run without it.
     """
 
     again: bool = False
     after_bytes: int | None = None
-    hopeless: bool = False
 
 
 def retained_above_bytes(program: Program, schedule: Schedule, timeline: Timeline, retained: Retained) -> int:
@@ -79,10 +77,10 @@ def plan_retained(plan: Plan, make: Callable[[int], Plan], retained: Retained) -
     """
     aside, reserve = 0, plan.reserve_bytes
     for _ in range(_MOST_TRIES):
-        needs = retained_above_bytes(plan.program, plan.schedule, plan.timeline, retained)
-        excess = plan.resident_bytes + needs - plan.budget_bytes
+        needs = retained_bytes(plan, retained) - plan.reserve_bytes + reserve
+        excess = needs - plan.budget_bytes
         if excess <= 0:
-            return plan
+            return replace(plan, reserve_bytes=needs - plan.predicted_peak_bytes)
         free = plan.budget_bytes - plan.predicted_peak_bytes - reserve
         aside = max(aside + excess, free + 1)
         try:
@@ -90,3 +88,9 @@ def plan_retained(plan: Plan, make: Callable[[int], Plan], retained: Retained) -
         except BudgetError:
             return None
     return None
+
+
+def retained_bytes(plan: Plan, retained: Retained) -> int:
+    """The budget that a step needs under ``plan`` if its backward retains its graph."""
+    above = retained_above_bytes(plan.program, plan.schedule, plan.timeline, retained)
+    return plan.resident_bytes + plan.reserve_bytes + above

@@ -78,6 +78,8 @@ class PlanningOptions:
     other_plans: Sequence[Plan] = ()
     """Plans of the step that are at hand: those of an alternative's own program are start points of it."""
 
+    known_smallest_bytes: int = 0
+    """Below which a budget was refused for what no program shows: a refusal names no less."""
     takes_shares: bool = True
     """Whether a refusal may advise a share: for one caller a budget is always in bytes."""
 
@@ -235,7 +237,7 @@ def _best_plan(
             program,
             budget_bytes,
             floor=held + floor_above,
-            smallest=budget_of(smallest_above),
+            smallest=max(budget_of(smallest_above), options.known_smallest_bytes),
             resident=held,
             reserve=reserve_bytes,
             unplanned=_unplanned(end, program, resident_bytes, options.rewritten),
