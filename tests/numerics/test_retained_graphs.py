@@ -19,6 +19,9 @@ from ebbtide.errors import BudgetError
 
 ROWS, WIDTH = 512, 64
 
+# What the first step took over its budget is said once more, with figures, when it is judged.
+pytestmark = pytest.mark.filterwarnings("ignore:.* so that this step took .*:UserWarning")
+
 
 class Tower(nn.Module):
     def __init__(self) -> None:
