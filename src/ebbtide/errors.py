@@ -1,4 +1,4 @@
-"""Every error Ebbtide raises on purpose. Each message says what happened, what would work and what to do.
+"""Every error Ebbtide raises on purpose. A message says what to do first, then why, then the figures in columns.
 
 What a message says is in the error's attributes too, so that nobody has to take the text apart.
 """
@@ -22,6 +22,8 @@ __all__ = [
     "UpdateError",
     "UsageError",
     "VerificationError",
+    "told",
+    "without_frames",
 ]
 
 
@@ -36,6 +38,23 @@ class EbbtideError(Exception):
 def _again(kind: type[EbbtideError], args: tuple[Any, ...]) -> EbbtideError:
     """An error as it was pickled, in another process."""
     return kind.__new__(kind, *args)
+
+
+def without_frames(error: EbbtideError) -> EbbtideError:
+    """``error`` as users see it where they called us: what it passed on the way is shown of our own faults alone."""
+    return error if isinstance(error, InternalError) else error.with_traceback(None)
+
+
+def told(reason: str, remedy: str, figures: str = "") -> str:
+    """What a refusal says: ``remedy`` in the first line, then why, then the figures in lines of their own."""
+    why = f"Why: {reason.rstrip('.')}." if remedy else reason
+    return "\n".join(each for each in (f"{_capital(remedy)}." if remedy else "", why, figures) if each)
+
+
+def _capital(sentence: str) -> str:
+    """``sentence`` with a large letter where it begins with a word and not with code."""
+    sentence = sentence.rstrip(".")
+    return sentence[:1].upper() + sentence[1:] if sentence.partition(" ")[0].isalpha() else sentence
 
 
 class UsageError(EbbtideError, ValueError):
@@ -68,6 +87,9 @@ class BudgetError(EbbtideError, ValueError):
     """The budget is below what is workable. Raised before any training.
 
     Attributes:
+        reason: why it is refused.
+        remedy: what to do; empty if the reason says it.
+        figures: what the message says in columns; empty if the reason says it.
         budget_bytes: the budget asked for, bytes of peak.
         floor_bytes: a proven lower bound on budgets of schedules with PyTorch's op order and boundary, bytes.
         smallest_bytes: the least budget for which a schedule was found, bytes; only this one is workable.
@@ -78,7 +100,7 @@ class BudgetError(EbbtideError, ValueError):
 
     def __init__(
         self,
-        message: str,
+        reason: str,
         *,
         budget_bytes: int,
         floor_bytes: int,
@@ -86,8 +108,13 @@ class BudgetError(EbbtideError, ValueError):
         resident_bytes: int,
         pinned_by: str,
         resident_parts: Mapping[str, int] | None = None,
+        remedy: str = "",
+        figures: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(told(reason, remedy, figures))
+        self.reason = reason
+        self.remedy = remedy
+        self.figures = figures
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.smallest_bytes = smallest_bytes
@@ -95,10 +122,11 @@ class BudgetError(EbbtideError, ValueError):
         self.pinned_by = pinned_by
         self.resident_parts = dict(resident_parts or {})
 
-    def told_as(self, message: str) -> BudgetError:
-        """This refusal in other words."""
-        facts = ("budget_bytes", "floor_bytes", "smallest_bytes", "resident_bytes", "pinned_by", "resident_parts")
-        return BudgetError(message, **{name: getattr(self, name) for name in facts})
+    def because(self, reason: str) -> BudgetError:
+        """This refusal for another reason."""
+        facts: dict[str, Any] = {name: value for name, value in vars(self).items() if name != "__notes__"}
+        facts["reason"] = reason
+        return BudgetError(**facts)
 
 
 class BudgetExceeded(EbbtideError, RuntimeError):
@@ -130,7 +158,7 @@ class CaptureError(EbbtideError, RuntimeError):
     def __init__(
         self, reason: str, *, remedy: str = "", op: str = "", source: str = "", message: str | None = None
     ) -> None:
-        super().__init__(message or (f"{reason}; {remedy}" if remedy else reason))
+        super().__init__(message or told(reason, remedy))
         self.reason = reason
         self.remedy = remedy
         self.op = op

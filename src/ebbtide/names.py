@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from ebbtide.errors import UnknownArgument, UsageError
+from ebbtide.errors import EbbtideError, UnknownArgument, UsageError, without_frames
 
 __all__ = [
     "PUBLISHED_PLANNERS",
@@ -164,7 +164,10 @@ def with_known_keywords(
                 value=args,
                 accepted=known,
             )
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except EbbtideError as error:
+            raise without_frames(error) from error.__cause__
 
     return cast("_Function", checked)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -27,6 +27,7 @@ __all__ = [
     "format_count",
     "format_gap",
     "format_percent",
+    "format_rows",
     "format_seconds",
     "format_share",
     "parse_bytes",
@@ -222,6 +223,14 @@ def format_share(part: int, whole: int) -> str:
 def format_count(count: int, what: str) -> str:
     """``count`` of ``what``, a noun whose plural ends in s: ``"1 buffer"``, ``"3 buffers"``."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def format_rows(rows: Sequence[tuple[str, str, int, str]]) -> str:
+    """Rows of a name, bytes for people, the same bytes and a remark, in columns."""
+    name, words, exact = (max(len(str(row[column])) for row in rows) for column in range(3))
+    return "\n".join(
+        f"  {row[0]:{name}}  {row[1]:>{words}}  {row[2]:>{exact}} bytes  {row[3]}".rstrip() for row in rows
+    )
 
 
 def format_percent(share: float) -> str:

@@ -136,7 +136,7 @@ def test_a_graph_break_has_its_line_and_a_remedy() -> None:
     def branch(y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return y.mean() if y.sum() > 0 else y.sum()  # the line
 
-    with pytest.raises(CaptureError, match="one graph at File") as raised:
+    with pytest.raises(CaptureError, match=r"one graph") as raised:
         ebbtide.plan(Model(branch), arguments(), budget="1GiB")
     assert raised.value.source == line_of(branch)
     assert "y.sum() > 0" in raised.value.reason

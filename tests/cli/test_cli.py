@@ -154,7 +154,7 @@ def test_a_function_of_a_file_that_imports_its_neighbour(cases: Path) -> None:
     [
         (["GRAPH", "--budget", "lots"], ["'lots'", "12GiB"]),
         (["GRAPH", "--budget", "80%", "--planner", "nobody"], ["'nobody'", "greedy"]),
-        (["GRAPH", "--budget", "1%"], ["too small", "smallest for which a plan was found"]),
+        (["GRAPH", "--budget", "1%"], ["Ask for", "smallest for which a plan was found"]),
         (["GRAPH", "--budget", "80%", "--machine", "t4-16gb"], ["--machine", "graph file"]),
         (["GRAPH", "--budget", "80%", "--out", "no/such/folder/plan.json"], ["no folder"]),
         (["GRAPH", "--budget", "80%", "--out", "."], ["is a folder"]),
@@ -299,7 +299,7 @@ def test_ctrl_c_while_the_smallest_budget_is_looked_for_says_what_is_known(
     forget_smallest()
     result = run("plan", graph, "--budget", "1B", "--planner", "greedy")
     assert result.exit_code == 2
-    assert f"the smallest for which a plan was found is {format_bytes(told[-1])} ({told[-1]} bytes" in result.stderr
+    assert re.search(rf"smallest for which a plan was found +{format_bytes(told[-1])} +{told[-1]} bytes", result.stderr)
     assert "The search was interrupted: a longer one may find a plan within less" in result.stderr
 
 

@@ -113,15 +113,20 @@ def test_a_refused_budget_suggests_a_command_that_works(form: list[str], graph: 
 
 
 def test_a_refusal_is_told_in_lines() -> None:
-    text = "a budget of 1.50 KiB (1536 bytes) is too small: it needs 2.00 KiB (2048 bytes, 41.74 %). 59.19 MiB are \
-resident, pinned by gelu (aten.gelu.default) at gpt.py:61. Ask for 2048 bytes"
     error = BudgetError(
-        text, budget_bytes=1536, floor_bytes=0, smallest_bytes=2048, resident_bytes=0, pinned_by="nothing"
+        "no plan was found",
+        remedy='ask for 2048 bytes (of a fitted model: ebbtide.set_budget); step="inside" keeps no gradients',
+        figures="  budget  1.50 KiB  1536 bytes",
+        budget_bytes=1536,
+        floor_bytes=0,
+        smallest_bytes=2048,
+        resident_bytes=0,
+        pinned_by="nothing",
     )
     assert in_words(error, ["doctor", "zoo:gpt"]).splitlines() == [
-        "ebbtide: a budget of 1.50 KiB (1536 bytes) is too small: it needs 2.00 KiB (2048 bytes, 41.74 %).",
-        "  59.19 MiB are resident, pinned by gelu (aten.gelu.default) at gpt.py:61.",
-        "  Ask for 2048 bytes",
+        "ebbtide: Ask for 2048 bytes; --step inside keeps no gradients.",
+        "Why: no plan was found.",
+        "  budget  1.50 KiB  1536 bytes",
         "  try: ebbtide doctor zoo:gpt --budget 2048B",
     ]
     assert in_words(error, ["compare", "a b.json", "--budgets", "80%,60%"]).endswith(

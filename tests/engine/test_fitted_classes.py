@@ -182,7 +182,7 @@ def trained(model: nn.Module) -> None:
 def test_what_goes_past_the_plan_is_refused_before_a_weight_changes(model: type[nn.Module]) -> None:
     fitted = ebbtide.fit(model(), "1GiB")
     before = [each.clone() for each in fitted.parameters()]
-    with pytest.raises(UsageError, match="plans the forward of the model that was fitted, called with gradients on"):
+    with pytest.raises(UsageError, match="Call the model that was fitted with gradients on"):
         trained(fitted)
     assert all(torch.equal(a, b) for a, b in zip(before, fitted.parameters(), strict=True))
 

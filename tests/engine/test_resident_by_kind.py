@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from io import StringIO
 
 import pytest
@@ -13,7 +14,7 @@ import ebbtide
 from ebbtide.errors import BudgetError
 from ebbtide.report.records.diagnosis import Findings
 from ebbtide.report.text.doctor import write_findings
-from ebbtide.step.resident_in_words import OTHER, parts_of, resident_sentence
+from ebbtide.step.resident_in_words import OTHER, parts_of
 from ebbtide.zoo import mlp_chain
 
 
@@ -71,12 +72,14 @@ def test_what_is_there_before_the_step_is_told_by_kind(by: object) -> None:
     assert sum(error.resident_parts.values()) == error.resident_bytes
     reserve = error.resident_parts["kept in reserve"]
     total = sum(KINDS.values()) + reserve
-    assert (
-        f"{_bytes(total)} ({total} bytes) of it are resident before the step starts, whatever the plan: "
-        "8.00 KiB (8192 bytes) arguments of the call, 8.00 KiB (8192 bytes) weights, "
-        "512 B (512 bytes) other tensors of modules, 128 B (128 bytes) buffers of modules, "
-        f"{_bytes(reserve)} ({reserve} bytes) kept in reserve. No schedule with"
-    ) in str(error)
+    rows = [re.sub(r" {2,}", " ", row).strip() for row in error.figures.splitlines()]
+    assert rows[rows.index(f"resident before the step {_bytes(total)} {total} bytes whatever the plan") + 1 :] == [
+        "arguments of the call 8.00 KiB 8192 bytes",
+        "weights 8.00 KiB 8192 bytes",
+        "other tensors of modules 512 B 512 bytes",
+        "buffers of modules 128 B 128 bytes",
+        f"kept in reserve {_bytes(reserve)} {reserve} bytes",
+    ]
 
 
 def _bytes(size: int) -> str:
@@ -136,15 +139,13 @@ def test_a_given_plan_says_what_is_resident_now() -> None:
     error = refused(lambda: model(X))
     assert error.resident_parts["other tensors of modules"] == 512 + 400_000
     assert sum(error.resident_parts.values()) == error.resident_bytes
-    assert "390.63 KiB (400000 bytes)" not in str(error)
-    assert "(400512 bytes) other tensors of modules" in str(error)
+    assert re.search(r"other tensors of modules +391\.13 KiB +400512 bytes", str(error))
 
 
 def test_what_is_unknown_is_a_kind_and_all_add_up() -> None:
     assert parts_of({"weights": 10, "nothing": 0}, 30, 5) == {"weights": 10, OTHER: 20, "kept in reserve": 5}
     assert parts_of({"weights": 10}, 4) == {OTHER: 4}, "of a plan that has moved to a call with less"
     assert parts_of({}, 0) == {}
-    assert resident_sentence({}) == "Nothing of it is resident before the step starts"
     for sizes in itertools.product((0, 3), repeat=3):
         parts = dict(zip("abc", sizes, strict=True))
         assert sum(parts_of(parts, 12, 1).values()) == 13

@@ -95,7 +95,7 @@ def test_sweep_says_which_budgets_have_no_plan() -> None:
 
 def test_sweep_raises_where_nothing_is_workable() -> None:
     case = make(2)
-    with pytest.raises(BudgetError, match="the smallest for which a plan was found"):
+    with pytest.raises(BudgetError, match="smallest for which a plan was found"):
         ebbtide.sweep(case.model, case.args, budgets=["1KiB", "2KiB"], options=ebbtide.Options(effort=50))
     with pytest.raises(UsageError, match="does not exist"):
         ebbtide.sweep(case.model, case.args, budgets=["1GiB"], planners=["nobody"])
@@ -268,7 +268,7 @@ def test_compare_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert little.exit_code == 2
     assert little.stdout.count("INFEASIBLE") == 4
     assert little.stdout.count("  too small: plans were found from ") == 2
-    assert "the smallest for which a plan was found is" in little.stderr
+    assert "smallest for which a plan was found" in little.stderr
 
 
 @pytest.mark.slow
@@ -363,7 +363,9 @@ def test_ctrl_c_notes_what_it_interrupted_and_what_was_known() -> None:
     program=programs(max_ops=12),
     resident=st.integers(2, 200),
     reserve=st.sampled_from([0, 3, 100, 5000]),
-    end=st.sampled_from([NOTHING_AFTER, StepEnd(40, what="hooks", remedy="remove them"), StepEnd(9, 30, "it", "this")]),
+    end=st.sampled_from(
+        [NOTHING_AFTER, StepEnd(40, what="hooks", remedies=("remove them",)), StepEnd(9, 30, "it", ("this",))]
+    ),
 )
 def test_every_budget_that_a_refusal_advises_is_accepted(
     program: Program, resident: int, reserve: int, end: StepEnd
@@ -387,7 +389,7 @@ def test_every_budget_that_a_refusal_advises_is_accepted(
     bytes_only = replace(options, takes_shares=False)
     with pytest.raises(BudgetError) as raised:
         make_plan(program, Budget(bytes=1), options=bytes_only, **given_to)  # type: ignore[arg-type]
-    assert "%" not in str(raised.value).partition("Ask for")[2]
+    assert "%" not in raised.value.remedy
 
 
 def test_a_time_limit_does_not_change_what_is_called_workable() -> None:

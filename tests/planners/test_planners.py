@@ -76,7 +76,7 @@ def test_with_the_boundary_elsewhere_less_may_do_than_floor_and_bound_say_and_th
         return
     floor, _ = floor_bytes(program)
     assert floor > simulate(program, elsewhere).above_bytes
-    with pytest.raises(BudgetError, match=f"No schedule with {AS_CAPTURED} stays below {floor} B"):
+    with pytest.raises(BudgetError, match=rf"floor +{floor} B +{floor} bytes  of plans with {AS_CAPTURED}: pinned"):
         make_plan(program, Budget(bytes=budget), resident_bytes=0)
 
 

@@ -121,7 +121,7 @@ def peft_after(run: Run, kind: Any) -> None:
         adam.step()
 
 
-@situation(share=1.2, refused=Refusal("CaptureError", "[Dd]ata-dependent"))
+@situation(share=1.2, refused=Refusal("CaptureError", "[Dd]ata-dependent|branches on a value"))
 def peft_loha(run: Run) -> None:
     """Its layers ask ``torch.rand(1) > module_dropout``, at a rate of 0 as well, where it may be either."""
     run.train(_made(lambda: peft.LoHaConfig(r=4, **_ON_LLAMA)).train(), _step(run))

@@ -164,7 +164,7 @@ def _built(case: tuple[str, str, dict[str, Any], Any]) -> Any:
 _CONFIGURED = ("bert_classifier", "vit", "dinov2", "swin", "convnext", "resnet", "mobilenet_v2")
 _REFUSED = {
     # labels.max() >= vocab_size, in Python; later releases of transformers switch cuDNN off around the loss first.
-    "wav2vec2": Refusal("CaptureError", "data-dependent|settings of one of torch's backends"),
+    "wav2vec2": Refusal("CaptureError", "data-dependent|cuDNN"),
 }
 _LIMITED = {"mamba": "asks whether it is compiled"}
 

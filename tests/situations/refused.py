@@ -57,7 +57,7 @@ def scripted(run: Run) -> None:
     run.fit(torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.GELU())))
 
 
-@situation(refused=Refusal("BudgetError", "too small"))
+@situation(refused=Refusal("BudgetError", "no plan within the budget"))
 def budget_too_small(run: Run) -> None:
     run.train(Chain(), lambda m, i: _loss(m, run.x(i)), budget="64KiB")
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeVar, cast
 
 import torch
@@ -35,6 +36,7 @@ from ebbtide.measurement.device import on_device_of
 from ebbtide.measurement.reserved import too_large_for_the_card
 from ebbtide.measurement.resident import device_of
 from ebbtide.names import with_known_keywords
+from ebbtide.optimizer.in_step.coupling import may_step_inside
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.optimizer.offload.optimizer_offload import offload_of
 from ebbtide.options import Options
@@ -172,6 +174,7 @@ def _known_of(
         buckets=Buckets(),
         machine=_machine_at_hand(model, tiers) if planned_here else None,
         tiers=tuple(tiers) if planned_here else (),
+        takes_inside=partial(may_step_inside, optimizer),
     )
     moves, updates = optimizer if options.offload_optimizer else None, optimizer if options.inside else None
     return FittedModel(

@@ -280,13 +280,13 @@ class _Search:
         try:
             plan = step.plan(self._budget, self._planning(self._options.effort))
         except BudgetError as error:
-            return error.told_as(f"not even {WORDS[self._vary]} fits: {error}")
+            return error.because(f"not even {WORDS[self._vary]} fits: {error.reason}")
         limit = self.limit(step.program)
         assert limit is not None, "without a limit a batch that has a plan fits"
         return BudgetError(
             f"not even {WORDS[self._vary]} fits: within {format_allowed(plan.budget_bytes)} it takes "
-            f"{format_percent(plan.overhead)} more time, and at most {format_percent(limit)} is allowed. Ask for more "
-            f"bytes ({step.unplanned_budget_bytes} need no recomputation), or allow more overhead",
+            f"{format_percent(plan.overhead)} more time, and at most {format_percent(limit)} is allowed",
+            remedy=f"ask for more bytes ({step.unplanned_budget_bytes} need no recomputation), or allow more overhead",
             budget_bytes=plan.budget_bytes,
             floor_bytes=plan.floor_bytes,
             smallest_bytes=plan.smallest_bytes,

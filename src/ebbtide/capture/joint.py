@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ebbtide.capture.known_breaks import LAUNCHES_AS_OPS
+from ebbtide.capture.known_libraries import known_library
 from ebbtide.capture.known_ops import KnownOps
 from ebbtide.capture.origin import module_of, source_of
 from ebbtide.capture.rules.batch_norm import RUNNING_STATISTICS, drop_ignored_reads, repeat_of
@@ -40,7 +41,7 @@ from ebbtide.step.program import COPY_BACK, Buffer, Op, Program
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.aot import description_of, is_tangent, mutated_inputs
 from ebbtide.torch_seams.data_parallel import is_alone
-from ebbtide.torch_seams.graphs import stack_trace_of
+from ebbtide.torch_seams.graphs import is_checkpointed, stack_trace_of
 from ebbtide.torch_seams.storages import storage_key
 
 __all__ = ["Captured", "read_joint", "reread"]
@@ -191,8 +192,7 @@ class _Reader:
             raise _refusal(
                 node,
                 "returns a tensor whose size depends on data",
-                _instead(node)
-                or "Ebbtide plans fixed sizes only: mask instead of selecting (torch.where), or pad outside the model",
+                _instead(node) or "mask instead of selecting (torch.where), or pad outside the model",
             )
         keys = [storage_key(v) for v in values if v is not None]
         known = [k in self.buffer_of_storage or k in self.resident_storages for k in keys]
@@ -319,7 +319,10 @@ _INSTEAD = {
 
 def _instead(node: fx.Node) -> str:
     """What to write in the user's line, where one argument is all that is in the way."""
-    code = stack_trace_of(node).rpartition('  File "')[2]
+    trace = stack_trace_of(node)
+    if (of_library := known_library(trace)) is not None:
+        return of_library[1]
+    code = trace.rpartition('  File "')[2]
     return next((remedy for call, remedy in _INSTEAD.items() if call in code), "")
 
 
@@ -528,7 +531,7 @@ def _read(
         gradients=gradients,
         mutations=tuple(b for b in new_values if b not in read),
         resident_bytes=reader.resident_bytes,
-        context=context,
+        context={**context, "checkpoints": "left out"} if any(map(is_checkpointed, graph.nodes)) else context,
     )
     return Captured(
         graph=graph,

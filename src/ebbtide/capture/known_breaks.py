@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbtide.capture.known_libraries import known_library
 from ebbtide.torch_seams.context_variables import STAYS_SET
 from ebbtide.torch_seams.input_branches import TELLS_NAN
 from ebbtide.torch_seams.reentrant import CUT
@@ -263,6 +264,22 @@ _BREAKS = (
         line=r"\bassert\b|torch\._assert\(|torch\._check\w*\(",
     ),
 )
+_TO_INDEX = _Break(
+    r"extract specialized integer",
+    "It indexes by a tensor without dimensions, which is a number that only the data tell.",
+    "Select by a tensor of one dimension: x[:, i] is x.index_select(1, i.reshape(1)).squeeze(1), for i from 0 on",
+    line=r"^$|^(?!.*(\.item\(|int\(|tolist\(|range\()).*\[[^\]]*[A-Za-z_]",
+)
+_BREAKS += (
+    _TO_INDEX,
+    _Break(
+        r"[Dd]ata-dependent|branching|Could not guard",
+        "It branches on a value that the step computes.",
+        "Choose by value instead of by branch (torch.where(condition, a, b)), or take the condition from what is known "
+        "before the call, and give the forward a Python bool",
+        line=r", in [^:]*: .*\b(if|elif|while|and|or|not)\b",
+    ),
+)
 _BRANCH = re.compile(r"[Dd]ata-dependent|branching")
 _LAYERDROP = re.compile(r"layer_?drop|drop_?path|drop_prob|dropout_prob|skip_the_layer|stochastic_depth")
 
@@ -277,6 +294,8 @@ def known_break(said: str, line: str, module: torch.nn.Module) -> tuple[str, str
     """
     if _BRANCH.search(said) and (_LAYERDROP.search(line) or ("skip" in line and any(_rates(module)))):
         return _layerdrop(module)
+    if (of_library := known_library(said)) is not None:
+        return of_library
     for each in _BREAKS:
         if re.search(each.words, said) and re.search(each.line, line):
             return each.reason, each.remedy

@@ -19,11 +19,11 @@ import torch
 
 from ebbtide.capture.known_breaks import known_break
 from ebbtide.capture.origin import SourceLine, place_of
-from ebbtide.errors import CaptureError, EbbtideError
+from ebbtide.errors import CaptureError, EbbtideError, told
 from ebbtide.faults import in_own_frames, innermost, internal, is_own
 from ebbtide.torch_seams.dynamo import inner_exception
 
-__all__ = ["ours_inside", "refusal", "users_line"]
+__all__ = ["ours_inside", "refusal", "tells_torchs", "users_line"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
@@ -42,16 +42,16 @@ _TELLS_DATA = re.compile(rf"data-dependent expression|{'|'.join(sorted(_DATA_DEP
 _COMPILER = {"BackendCompilerFailed", "InternalTorchDynamoError"}
 
 _PLAN_WHOLE = (
-    "Ebbtide plans whole steps only: take the statement out of the model's forward, or do it before the call and give "
-    "the forward what comes of it"
+    "Take the statement out of the model's forward, or do it before the call and give the forward what comes of it: "
+    "plans are of whole steps only"
 )
 _BACKWARD_HOOK = (
     "A captured step runs no hooks between its submodules in the backward: put the hook on the fitted model itself, or "
     "on a tensor of its forward (tensor.register_hook)"
 )
 _FIXED_SIZES = (
-    "Ebbtide plans fixed sizes only: keep all rows and leave out of the loss with a mask (torch.where) what does not "
-    "count, or pad outside the model; give sizes to the forward as Python ints, not as tensors"
+    "Keep all rows and leave out of the loss with a mask (torch.where) what does not count, or pad outside the model; "
+    "give sizes to the forward as Python ints, not as tensors"
 )
 _TRACED = (
     "Code of yours (a custom op's fake kernel, an autograd function) failed on the fake tensors with which the step is "
@@ -71,17 +71,17 @@ def ours_inside(error: BaseException) -> EbbtideError | None:
     return None
 
 
-def refusal(error: BaseException, module: torch.nn.Module, ours: str | None = None) -> EbbtideError:
+def refusal(error: BaseException, module: torch.nn.Module, ours: tuple[str, str] | None = None) -> EbbtideError:
     """What to raise for ``error``, which is none of ours.
 
     Args:
         error: torch's.
         module: whose call it is.
-        ours: what we know better than Dynamo why the call cannot be captured, and what would work.
+        ours: what we know better than Dynamo: why the call cannot be captured, and what would work.
     """
     place = _place(error)
     if ours is not None:
-        return _capture_error(place, ours, "")
+        return _capture_error(place, *ours)
     known = known_break(str(error), place.text if place is not None else "", module)
     if known is not None:
         return _capture_error(place, *known)
@@ -104,6 +104,11 @@ def refusal(error: BaseException, module: torch.nn.Module, ours: str | None = No
     return _capture_error(place, _what(error), _INSIDE_TORCH)
 
 
+def tells_torchs(found: EbbtideError) -> bool:
+    """Whether torch's own error says more than ``found``, which was made of it."""
+    return getattr(found, "remedy", "") in (_INSIDE_TORCH, _TRACED, _PLAN_WHOLE)
+
+
 def users_line(error: BaseException) -> str:
     """The user's line with its code, as torch tells it; empty if it does not."""
     place = _place(error)
@@ -121,13 +126,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _capture_error(place: SourceLine | None, why: str, remedy: str) -> CaptureError:
-    reason = f"{place.text}. {why}" if place is not None else why
-    where = f" at {place.text}" if place is not None else ""
+    at = f"  {place.text}" if place is not None else ""
     return CaptureError(
-        reason,
+        f"{place.text}. {why}" if place is not None else why,
         remedy=remedy,
         source=place.source if place is not None else "",
-        message=f"the step cannot be captured as one graph{where}. {why} {remedy}".rstrip(),
+        message=told(f"the step cannot be captured as one graph. {why}", remedy, at),
     )
 
 
@@ -155,5 +159,5 @@ def _what(error: BaseException) -> str:
         what = f"{type(inner).__name__}: {first}"
     else:
         what = lines[0] if lines else type(error).__name__
-    details = [line for line in lines[1:8] if line.startswith(("Explanation:", "Hint:"))]
-    return " ".join([f"{what.rstrip('.')}.", *details[:2]])
+    details = [line for line in lines[1:8] if line.startswith("Explanation:")]
+    return " ".join([f"{what.rstrip('.')}.", *details[:1]])

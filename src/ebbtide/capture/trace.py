@@ -27,7 +27,7 @@ from ebbtide.capture.cuda.kernels import cuda_kernels, refuse_autocast
 from ebbtide.capture.known_breaks import is_only_in_traces
 from ebbtide.capture.loss import loss_only, marks_in_graphs, settle_roles
 from ebbtide.capture.numbers import Numbers, numbers_apart
-from ebbtide.capture.refusals import ours_inside, refusal, users_line
+from ebbtide.capture.refusals import ours_inside, refusal, tells_torchs, users_line
 from ebbtide.capture.rules.attention_seeds import seeds_on_the_host
 from ebbtide.capture.rules.byte_labels import byte_labels
 from ebbtide.capture.rules.checks import CHECK_TRUE, assertions_as_ops, factorisation_checks_as_ops
@@ -326,7 +326,7 @@ def translated_errors(
             theirs.add_note(f"{RAISED_IN_CAPTURE}: {users_line(error)}")
             raise theirs from None
         found = refusal(error, module, packed)
-        raise found from found.__cause__ or error
+        raise found from found.__cause__ or (error if tells_torchs(found) else None)
     except Exception as error:
         bare = told_with_its_lines(error)
         if bare is not None:

@@ -1,4 +1,4 @@
-"""How a refusal is told on a terminal: in a command's words, a line per sentence, and the command that would work."""
+"""How a refusal is told on a terminal: in a command's words, and with the command that would work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebbtide.errors import BudgetError, EbbtideError, UsageError
 
 __all__ = ["as_options", "in_words"]
 
-_SENTENCE = re.compile(r"(?<=[\w)%])\. (?=[A-Z0-9])")
+_FITTED = re.compile(r" \(of a fitted model: ebbtide\.set_budget\)")
 _BUDGET = re.compile(r"--budgets?")
 
 
@@ -46,18 +46,11 @@ def in_words(error: EbbtideError, words: Sequence[str]) -> str:
         error: that a command ended with.
         words: what the command was called with, its name first.
     """
-    if isinstance(error, UsageError) and words:
-        said = as_options(str(error))
-        if words[0] == "max-batch":  # which takes no share
-            said = _SHARES.sub("", said)
-        return f"ebbtide: {said}"
-    if not isinstance(error, BudgetError):
-        return f"ebbtide: {error}"
-    lines = [f"ebbtide: {_SENTENCE.sub('.' + chr(10) + '  ', str(error))}"]
-    works = _that_works(error, words)
-    if works:
-        lines.append(f"  try: {works}")
-    return "\n".join(lines)
+    said = as_options(str(error)) if isinstance(error, BudgetError | UsageError) and words else str(error)
+    if words and words[0] == "max-batch":  # which takes no share
+        said = _SHARES.sub("", said)
+    works = _that_works(error, words) if isinstance(error, BudgetError) else ""
+    return "\n".join([f"ebbtide: {_FITTED.sub('', said)}", *([f"  try: {works}"] if works else [])])
 
 
 def _that_works(error: BudgetError, words: Sequence[str]) -> str:

@@ -58,5 +58,5 @@ class AfterBackward:
 
 def hooks_end(taken_bytes: int, held_bytes: int) -> StepEnd:
     """What is known to be taken so, for planning (definition 3), where the unplanned step holds ``held_bytes``."""
-    remedy = "let the hooks change gradients in place (grad.mul_(mask))"
-    return StepEnd(taken_bytes, held_bytes, what=Part.AFTER.value, remedy=remedy)
+    remedies = ("let the hooks change gradients in place (grad.mul_(mask))",)
+    return StepEnd(taken_bytes, held_bytes, what=Part.AFTER.value, remedies=remedies)

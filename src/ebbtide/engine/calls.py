@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.engine.gradient_watcher import Backwards, GradientWatcher, backwards_so_far
-from ebbtide.errors import UsageError
+from ebbtide.errors import UsageError, told
 from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.compiling_flag import optimizer_has_stepped, optimizer_steps
 from ebbtide.torch_seams.optimizers import gradient_of
@@ -32,14 +32,12 @@ NOTHING_TO_TRAIN = "nothing to train: no parameter or argument takes a gradient"
 _PAST_THE_MODEL = "optimizer steps on gradients of no planned call"
 
 _ADVICE = (
-    "Ebbtide plans the forward of the model that was fitted, called with gradients on: model(...), or self(...) in a "
-    "method of its own such as a training_step. Call it that way, or fit the part that is called: "
-    "ebbtide.unfit(model), then ebbtide.fit(model.part, budget)"
+    "call the model that was fitted with gradients on, model(...), or self(...) in a method of its own such as a "
+    "training_step; or fit the part that is called: ebbtide.unfit(model), then ebbtide.fit(model.part, budget)"
 )
 
 _ADD_UP = (
-    "What is added to a planned call's loss, and goes through the same backward, is planned for: "
-    "(model(...) + penalty).backward()"
+    "add it to a planned call's loss, so that it goes through the same backward: (model(...) + penalty).backward()"
 )
 _UNCHANGED = "no weight has been changed"
 
@@ -247,13 +245,13 @@ def _refusal(watched: Watched, *, is_planned: bool) -> str:
     about = f"an optimizer is about to train {type(watched.model).__name__} with gradients"
     changed = 'the planned one has updated weights (step="inside")' if watched.has_updated else _UNCHANGED
     if is_planned:
-        return (
-            f"{about} of two kinds: a planned call has made some, and a backward without one has added to them, which "
-            f"nothing kept within the budget; {changed}. {watched.advice or f'{_ADD_UP}. {_ADVICE}'}"
+        return told(
+            f"{about} of two kinds: a planned call made some, and a backward without one has added to them; {changed}",
+            watched.advice or f"{_ADD_UP}; or {_ADVICE}",
         )
-    return (
-        f"{about} of which no planned call has made any, so nothing kept them within the budget; {_UNCHANGED}. "
-        f"{watched.advice or _ADVICE}"
+    return told(
+        f"{about} of which no planned call has made any, so nothing kept them within the budget; {_UNCHANGED}",
+        watched.advice or _ADVICE,
     )
 
 

@@ -40,6 +40,7 @@ from ebbtide.engine.tangent_layouts import Relaid
 from ebbtide.errors import CaptureError, VerificationError
 from ebbtide.measurement.cpu_allocations import profiler_active
 from ebbtide.measurement.peak import StepGauge
+from ebbtide.measurement.reserved import out_of_memory_explained
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.updater import using_updater
 from ebbtide.signals import signals_wait
@@ -190,7 +191,7 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
     runs = executable.code.plain if checked is None else checked
     if pending.measuring.record is not None:
         pending.measuring.record.begin()
-    with travelling(pending.holdings.arena):
+    with travelling(pending.holdings.arena), out_of_memory_explained(executable.plan.budget_bytes):
         if pending.measuring.gauge is not None:
             results = _gauged(pending.measuring.gauge, runs.forward, args)
             pending.measuring.gauge.forget(executable.left_behind_bytes)
@@ -278,7 +279,8 @@ def run_backward(args: list[Any]) -> Any:
         pending.siblings.backwards += 1
     relaid = executable.layouts.relaid(args)
     taken = _begin_updates(executable, pending)
-    with travelling(arena), _by_default(executable.code.default_dtype):
+    explained = out_of_memory_explained(executable.plan.budget_bytes)
+    with travelling(arena), _by_default(executable.code.default_dtype), explained:
         gradients = _gradients(executable, name, args, taken, relaid)
     if arena is not None:
         executable.measured.moved(arena.traffic)

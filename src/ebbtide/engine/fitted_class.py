@@ -30,7 +30,7 @@ from ebbtide.engine.copies import copying
 from ebbtide.engine.loop import train
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.pending_steps import returned_tensors
-from ebbtide.errors import UsageError
+from ebbtide.errors import EbbtideError, UsageError, without_frames
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.signals import raised_by_a_handler
 from ebbtide.torch_seams.compile_mode import (
@@ -178,7 +178,12 @@ def _entry(forward: _Forward) -> _Forward:
         if _traced():
             return planned(self, forward, args, kwargs)
         fitted = FITTED.get(self)
-        return forward(self, *args, **kwargs) if fitted is None else train(fitted, self, forward, args, kwargs)
+        if fitted is None:
+            return forward(self, *args, **kwargs)
+        try:
+            return train(fitted, self, forward, args, kwargs)
+        except EbbtideError as error:
+            raise without_frames(error) from error.__cause__
 
     return entry
 

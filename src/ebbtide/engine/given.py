@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from ebbtide.capture.joint import Captured
 from ebbtide.cost.attach import is_measured_form
-from ebbtide.errors import BudgetError, PlanMismatch
+from ebbtide.errors import PlanMismatch
 from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import Finish, choice_of, itself
 from ebbtide.step.legality import check
 from ebbtide.step.machine import is_elsewhere
 from ebbtide.step.program import Program
-from ebbtide.step.resident_in_words import parts_of, resident_sentence
+from ebbtide.step.refused_budget import refused_budget
 from ebbtide.step.schedule import Schedule
 from ebbtide.units import format_count
 
@@ -91,17 +91,18 @@ def given_plan_here(
         )
     moved = replace(plan, resident_bytes=resident, reserve_bytes=reserve)
     if moved.predicted_peak_bytes + reserve > plan.budget_bytes:
-        parts = parts_of(resident_parts, resident, reserve)
-        raise BudgetError(
-            f"the given plan needs {moved.predicted_peak_bytes + reserve} bytes here, its budget is "
-            f"{plan.budget_bytes}: more is resident ({resident} bytes) than when it was made. "
-            f"{resident_sentence(parts)}. Plan anew with fit(model, budget=...)",
+        moved_bytes = resident + reserve - plan.resident_bytes - plan.reserve_bytes
+        raise refused_budget(
+            "more is resident than when the given plan was made, which needs more than its budget so",
+            remedy="plan anew with fit(model, budget=...)",
             budget_bytes=plan.budget_bytes,
-            floor_bytes=plan.floor_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
-            smallest_bytes=plan.smallest_bytes - plan.resident_bytes - plan.reserve_bytes + resident + reserve,
-            resident_bytes=resident + reserve,
+            floor_bytes=plan.floor_bytes + moved_bytes,
+            smallest_bytes=plan.smallest_bytes + moved_bytes,
+            resident_bytes=resident,
+            resident_parts=resident_parts,
             pinned_by=str(plan.program.ops[plan.floor_op]),
-            resident_parts=parts,
+            needs=[("needed by the given plan here", moved.predicted_peak_bytes + reserve, "")],
+            reserve_bytes=reserve,
         )
     return moved
 

@@ -34,6 +34,7 @@ from ebbtide.engine.compiled import Call, StaleCapture
 from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import choose_checks
+from ebbtide.engine.frozen import watch_frozen
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
 from ebbtide.engine.linked_outputs import watch_detached
 from ebbtide.engine.model import FittedModel
@@ -62,7 +63,7 @@ from ebbtide.torch_seams.storages import parameters_in
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.units import format_allowed, format_count
 
-__all__ = ["CHANGED", "FIRST", "OTHER_WAY", "train"]
+__all__ = ["CHANGED", "FIRST", "IN_ROOM", "OTHER_WAY", "train"]
 
 FIRST = "this takes a while, once for each shape of inputs"
 CHANGED = (
@@ -70,6 +71,7 @@ CHANGED = (
     "a hook)"
 )
 OTHER_WAY = "captured for another way through the model, which asks for values of its inputs: {}, and is not here"
+IN_ROOM = "captured again with more memory than its budget: what the refusal of this one rests on is found out so"
 """Why a call waits, where it is captured."""
 
 
@@ -187,7 +189,10 @@ def _as_it_is(model: FittedModel, call: Call) -> Any:
     """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
     model.calls.count_unplanned(NOTHING_TO_TRAIN)
     outputs = call.forward(call.module, *call.args, **call.kwargs)
-    leave(watches_of(returned_tensors(outputs)))
+    returned = returned_tensors(outputs)
+    if not any(each.requires_grad for each in returned):
+        watch_frozen(model.plain_class.__name__)
+    leave(watches_of(returned))
     return outputs
 
 
@@ -214,7 +219,7 @@ def _make(
 ) -> tuple[CallContext, Executable | None]:
     """What surrounds ``call`` once ``step`` is captured, and an executable for it; ``None`` if it trains nothing."""
     give_way()
-    why = _why(model, step, call, now)
+    why = IN_ROOM if attempts.refused is not None else _why(model, step, call, now)
     progress = model.configuration.planning.progress
     if step.piece.captured is not None:
         progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))

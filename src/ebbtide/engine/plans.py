@@ -94,7 +94,7 @@ def _ends_of(step: Step, now: CallContext, learned: Learned, optimizers: Optimiz
         yield own
     held = 0 if own is None or optimizers.offloaded is None else own.held_bytes
     yield hooks_end(learned.after.bytes(now.call_slot, now.hooks), held)
-    yield StepEnd(step.piece.capture.asked_bytes, held, what=_ASKED, remedy=_ASK_OUTSIDE, before=True)
+    yield StepEnd(step.piece.capture.asked_bytes, held, what=_ASKED, remedies=(_ASK_OUTSIDE,), before=True)
 
 
 def _waits_for_a_loss(step: Step, now: CallContext, windows: KnownWindows) -> bool:
@@ -415,7 +415,7 @@ def _instead(
     if granted > (error.budget_bytes or 0):
         # A share is of each shape's own peak; what another shape was granted does no harm here.
         return make_plan(**wanted.arguments(window, Budget(bytes=granted))), guess
-    for note in _figures_leave_out(wanted, error, guess=guess):
+    for note in _figures_leave_out(wanted, error):
         error.add_note(note)
     if window is not None and window.least_bytes < window.peak_bytes:
         # Forwards that come between can do with less: they are planned for what this one leaves them.
@@ -480,22 +480,13 @@ def _together_bytes(alone: _Wanted, window: UserWindow | None, smallest_bytes: i
     return smallest_bytes
 
 
-def _figures_leave_out(wanted: _Wanted, error: BudgetError, *, guess: bool) -> Iterator[str]:
+def _figures_leave_out(wanted: _Wanted, error: BudgetError) -> Iterator[str]:
     """What is not in the figures of a refusal, or would lower them."""
     task, now = wanted.task, wanted.task.now
-    if guess:
-        yield (
-            "The loss outside the model is not in these figures: the first step measures what it takes. "
-            "Leave room for it above smallest_bytes"
-        )
     program = task.program
     made = sum(program.buffers[each].bytes for each in set(program.gradients))
     if made and not (now.accumulating or task.configuration.gradients_stay):
-        yield (
-            "These figures are for gradients that are cleared before each step. Where they are accumulated, "
-            f"some {format_bytes(made)} of them are resident from the second micro-batch on, whose smallest "
-            "budget is that much larger"
-        )
+        yield f"Where gradients are accumulated, add {format_bytes(made)} from the second micro-batch on"
     declared = task.optimizers.declared
     if declared is not None and task.optimizers.offloaded is None and len(parts_of(declared)) == 1:
         yield from offload_hint(declared, now.module, error, program, wanted.resident_bytes)

@@ -27,6 +27,10 @@ LEAST_MEMORY = "least_memory"
 """The planner of the plan that leaves others all the room that there is."""
 
 
+_BETWEEN = (
+    "what runs between forward and backward takes {} more than the plan at hand has room for (what needs no gradient "
+    "may run under torch.no_grad() or after the backward, and a loss in the forward)"
+)
 _MORE_AT_AN_END = "more is taken before the step or after it: {}"
 
 
@@ -120,8 +124,8 @@ class Validity:
                 f"{_more_of(now)}: with that the plan at hand would go over the budget by {format_bytes(lacking_bytes)}"
             )
         elif lacking_in_window_bytes > 0:
-            retained = now.retained is not None
-            found.append("a backward retains its graph" if retained else "more happens between forward and backward")
+            lacking = format_bytes(lacking_in_window_bytes)
+            found.append("a backward retains its graph" if now.retained is not None else _BETWEEN.format(lacking))
         if not found:
             budget, resident = plan.budget_bytes, now.resident_bytes
             found += [_MORE_AT_AN_END.format(e.what) for e in now.ends if not e.held_by(budget, plan.program, resident)]

@@ -94,6 +94,8 @@ class MemoryBudget(TrainerCallback):
             set_optimizer(model, optimizer)
             return
         fit(model, self._budget, optimizer=optimizer, options=_options_for(args, self._options))
+        how = FITTED[model].configuration
+        FITTED[model].configure(replace(how, planning=replace(how.planning, takes_inside=lambda: False)))
         self._fitted, self._training = model, weakref.ref(state)
         _PLANNED[model] = weakref.ref(self)
 

@@ -9,18 +9,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ebbtide.measurement.card_peaks import allocated_peak
 from ebbtide.measurement.device import cuda_index_of
-from ebbtide.units import format_allowed, format_bytes
+from ebbtide.units import format_allowed, format_bytes, format_rows
 
-__all__ = ["Reserved", "requested_now", "reserved_at_peak", "too_large_for_the_card"]
+__all__ = ["Reserved", "out_of_memory_explained", "requested_now", "reserved_at_peak", "too_large_for_the_card"]
 
 _MUCH = 0.05  # fragments, of the budget
+_GROW = "start the process with PYTORCH_ALLOC_CONF=expandable_segments:True, which lets segments grow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,7 @@ class Reserved:
             f"the allocator held {format_bytes(self.fragment_bytes)} in pieces beside the "
             f"{format_bytes(self.allocated_bytes)} in use ({format_bytes(self.reserved_bytes)} reserved in all), so "
             f"this step needs more of the card than its budget of {format_allowed(budget_bytes)}. If the card is full, "
-            "start the process with PYTORCH_ALLOC_CONF=expandable_segments:True, which lets segments grow, or call "
-            "torch.cuda.empty_cache() after the first two steps"
+            f"{_GROW}, or call torch.cuda.empty_cache() after the first two steps"
         )
 
 
@@ -92,3 +93,40 @@ def too_large_for_the_card(roots: Iterable[object], budget_bytes: int | None) ->
         f"elsewhere. A step within the budget may run out of memory; ask for {format_allowed(free + own)} or less, or "
         "end what else runs there"
     )
+
+
+@contextmanager
+def out_of_memory_explained(budget_bytes: int) -> Iterator[None]:
+    """While open, an error for want of memory on a card gets a note of what is held there, and of what to do next.
+
+    Args:
+        budget_bytes: of the step that runs.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if torch.cuda.is_initialized():
+            error.add_note(_explained(budget_bytes))
+        raise
+
+
+def _explained(budget_bytes: int) -> str:
+    free, total = torch.cuda.mem_get_info()
+    own, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    if budget_bytes > free + own:
+        remedy = f"Give it {free + own} bytes or less (ebbtide.set_budget), or end what else runs on the card"
+    elif own - used > budget_bytes * _MUCH:
+        remedy = f"Of what is reserved much is in pieces: {_GROW}"
+    else:
+        remedy = (
+            "The card has room for the budget, so something beside the plan takes more: a smaller budget "
+            "(ebbtide.set_budget) leaves it room"
+        )
+    rows = [
+        ("budget", format_allowed(budget_bytes), budget_bytes, ""),
+        ("allocated by this process", format_bytes(used), used, ""),
+        ("reserved by it", format_bytes(own), own, ""),
+        ("held by others, and by CUDA", format_bytes(total - free - own), total - free - own, ""),
+        ("free", format_allowed(free), free, f"of {format_bytes(total)}"),
+    ]
+    return f"This was a planned step of Ebbtide's. {remedy}.\n{format_rows(rows)}"

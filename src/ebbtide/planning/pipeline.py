@@ -25,7 +25,8 @@ from ebbtide.step.legality import check
 from ebbtide.step.machine import Link, Machine, catalogue
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import LossPlace, Planned, Provenance
-from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS, parts_of, resident_sentence
+from ebbtide.step.refused_budget import refused_budget
+from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS
 from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import overhead_of, simulate
@@ -36,6 +37,7 @@ __all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
 
 
 _NO_STATE = 'tiers="disk", options=ebbtide.Options(offload_optimizer=True) keeps no state'
+_NO_GRADIENTS = 'step="inside" with optimizer= keeps no gradients'
 _SMALL_NUMBER = 100
 """Bytes up to which a budget is rather meant as a share."""
 REWRITE = frozenset({"auto", "auto_free", "greedy", "least_memory"})
@@ -82,6 +84,8 @@ class PlanningOptions:
     """Below which a budget was refused for what no program shows: a refusal names no less."""
     takes_shares: bool = True
     """Whether a refusal may advise a share: for one caller a budget is always in bytes."""
+    takes_inside: Callable[[], bool] = field(default=lambda: True)
+    """Whether it may advise to have the optimizer step in the backward, which not every optimizer or trainer can."""
 
     @staticmethod
     def of(options: Options) -> PlanningOptions:
@@ -123,6 +127,9 @@ def make_plan(
         UsageError: for an unknown planner, or a tier to which the machine has no link.
     """
     options = options or PlanningOptions()
+    if budget.share is not None and budget.share > 1.0:
+        notes = {**options.provenance.notes, "share": str(budget)}
+        options = replace(options, provenance=replace(options.provenance, notes=notes))
     with interruption_noted(changes_to(options.progress)) as progress:
         told = replace(options, progress=progress, alternatives=None)
         if options.alternatives is None or options.planner not in REWRITE:
@@ -391,7 +398,7 @@ def _machines_for(smallest: int, machine: Machine) -> str:
 
 def _moving_to(tiers: tuple[str, ...]) -> str:
     """What schedules may do besides recomputing."""
-    return f", whatever it moves to {' and '.join(tiers)}," if tiers else ""
+    return f", whatever they move to {' and '.join(tiers)}" if tiers else ""
 
 
 def _end_error(
@@ -403,6 +410,7 @@ def _end_error(
         budget_bytes,
         resident_parts=options.resident_parts,
         takes_shares=options.takes_shares,
+        takes_inside=options.takes_inside,
     )
 
 
@@ -421,50 +429,49 @@ def _budget_error(
     interrupted: bool,
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
-    parts = parts_of(options.resident_parts, resident - reserve, reserve)
+    kept = ", which keeps what the model's checkpoints drop" if "checkpoints" in program.context else ""
     unmeasured = options.provenance.loss is LossPlace.OUTSIDE and not program.between_bytes
     if budget >= smallest:
-        text = (
-            f"planner {options.planner!r} found no schedule within the budget of {format_allowed(budget)} "
-            f"({budget} bytes); another one needs {format_bytes(smallest)} ({smallest} bytes): use planner='auto'"
-        )
+        reason = f"planner {options.planner!r} found no schedule within the budget, which another one finds"
+        remedy = "use planner='auto'"
     else:
-        text = (
-            f"a budget of {format_allowed(budget)} ({budget} bytes) is too small{_if_a_share_is_meant(budget)}: "
-            f"the smallest for which a plan was found is {format_bytes(smallest)} "
-            f"({smallest} bytes, {share_of_unplanned(smallest, unplanned, reserve)}). "
-            f"Ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}"
+        reason = f"no plan within the budget was found{_if_a_share_is_meant(budget)}"
+        remedy = (
+            f"ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}"
             + (", plus what the loss outside takes, which the first step measures" if unmeasured else "")
-            + f", or {_less_besides(program, budget, options.resident_parts, loss_outside=unmeasured)}"
+            + f", or {_less_besides(program, budget, options, loss_outside=unmeasured)}"
             + ("" if options.machine is None else _machines_for(smallest, options.machine))
-            + f". {resident_sentence(parts)}. "
-            f"No schedule with {AS_CAPTURED}{_moving_to(tiers)} stays below {format_bytes(floor)}, "
-            f"which is pinned by {pin}"
         )
     if interrupted:
-        text += ". The search was interrupted: a longer one may find a plan within less"
-    return BudgetError(
-        text,
+        reason += ". The search was interrupted: a longer one may find a plan within less"
+    return refused_budget(
+        reason,
+        remedy=remedy,
         budget_bytes=budget,
         floor_bytes=floor,
         smallest_bytes=smallest,
-        resident_bytes=resident,
+        resident_bytes=resident - reserve,
+        resident_parts=options.resident_parts,
         pinned_by=pin,
-        resident_parts=parts,
+        needs=[
+            ("smallest for which a plan was found", smallest, share_of_unplanned(smallest, unplanned, reserve) + kept),
+            ("floor", floor, f"of plans with {AS_CAPTURED}{_moving_to(tiers)}: pinned by {pin}"),
+        ],
+        reserve_bytes=reserve,
     )
 
 
-def _less_besides(program: Program, budget: int, resident: Mapping[str, int], *, loss_outside: bool) -> str:
+def _less_besides(program: Program, budget: int, options: PlanningOptions, *, loss_outside: bool) -> str:
     """What else may help: not smaller inputs where weights, their gradients and an optimizer's state are too large."""
     made = sum(program.buffers[each].bytes for each in set(program.gradients))
-    state = resident.get(OPTIMIZER_STATE, 0)
-    fixed = made + state + resident.get(WEIGHTS, 0)
+    state = options.resident_parts.get(OPTIMIZER_STATE, 0)
+    fixed = made + state + options.resident_parts.get(WEIGHTS, 0)
     if fixed <= budget:
         return ("return the loss from forward, or " if loss_outside else "") + "give the step smaller inputs"
-    less = ['step="inside" keeps no gradients'] * bool(made) + [_NO_STATE] * bool(state)
+    less = [_NO_GRADIENTS] * (bool(made) and options.takes_inside()) + [_NO_STATE] * bool(state)
     return (
-        f"train fewer weights: whatever the inputs, weights, gradients and the optimizer's state take "
-        f"{format_bytes(fixed)}" + (f"; {', '.join(less)}" if less else "")
+        f"train fewer weights: weights, gradients and the optimizer's state take {format_bytes(fixed)} of any budget"
+        + (f"; {', '.join(less)}" if less else "")
     )
 
 

@@ -13,17 +13,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ebbtide.errors import BudgetError
 from ebbtide.step.program import Program, analysis
-from ebbtide.step.resident_in_words import parts_of, resident_sentence
+from ebbtide.step.refused_budget import refused_budget
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
-from ebbtide.units import Budget, format_allowed, format_bytes, format_share
+from ebbtide.units import Budget, format_bytes, format_share
 
 __all__ = [
+    "INSIDE",
     "NOTHING_AFTER",
     "SCALARS_BYTES",
     "StepEnd",
@@ -42,7 +43,7 @@ class StepEnd:
         bytes: above what is alive there; 0 if nothing is taken.
         held_bytes: of them, what the unplanned step holds from its start on, as this one does not.
         what: takes them, a plural.
-        remedy: besides a larger budget.
+        remedies: besides a larger budget.
         summed: whether the step's gradients are gone by then (definition 2).
         before: whether it is the end before the forward.
         gone_bytes: of what is resident when the step begins, what is gone by then: what other forwards keep.
@@ -52,7 +53,7 @@ class StepEnd:
     bytes: int
     held_bytes: int = 0
     what: str = ""
-    remedy: str = ""
+    remedies: tuple[str, ...] = ()
     summed: bool = False
     before: bool = False
     gone_bytes: int = 0
@@ -91,30 +92,34 @@ class StepEnd:
         *,
         resident_parts: Mapping[str, int],
         takes_shares: bool = True,
+        takes_inside: Callable[[], bool] = lambda: True,
     ) -> BudgetError:
         """Why ``budget_bytes`` are too few for a step's end, which needs more than its plan."""
-        parts = parts_of(resident_parts, resident_bytes)
         needed = self.needed_bytes(program, resident_bytes)
         unplanned = self.unplanned_bytes(program, resident_bytes)
         when = "before the planned forward" if self.before else "after the planned backward"
-        there = "there" if self.before else "at its end"
-        without = f"{format_bytes(needed - self.bytes)} without them"
-        return BudgetError(
-            f"a budget of {format_allowed(budget_bytes)} ({budget_bytes} bytes) is too small: {self.what} take "
-            f"{format_bytes(self.bytes)} {when}, so that {format_bytes(needed)} ({needed} bytes, "
-            f"{share_of_unplanned(needed, unplanned)}) are taken {there}, {without}, whatever the plan. "
-            f"{resident_sentence(parts)}. Ask for "
-            f"{budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}, or {self.remedy}",
+        instead = [each for each in self.remedies if INSIDE not in each or takes_inside()]
+        return refused_budget(
+            f"{self.what} take too much {when}, whatever the plan",
+            remedy=", or ".join(
+                [f"ask for {budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}", *instead]
+            ),
             budget_bytes=budget_bytes,
             floor_bytes=needed,
             smallest_bytes=needed,
             resident_bytes=resident_bytes,
+            resident_parts=resident_parts,
             pinned_by=self.what,
-            resident_parts=parts,
+            needs=[
+                ("needed there", needed, share_of_unplanned(needed, unplanned)),
+                ("  of that taken there", self.bytes, ""),
+            ],
         )
 
 
 NOTHING_AFTER = StepEnd(0)
+INSIDE = 'step="inside"'
+"""In a remedy that has the optimizer step in the backward."""
 SCALARS_BYTES = 64
 """Of a few scalar losses and their tangents."""
 

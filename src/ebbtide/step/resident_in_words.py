@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ebbtide.units import format_bytes
 
-__all__ = ["OPTIMIZER_STATE", "OTHER", "RESERVE", "WEIGHTS", "parts_in_words", "parts_of", "resident_sentence"]
+__all__ = ["OPTIMIZER_STATE", "OTHER", "RESERVE", "WEIGHTS", "parts_in_words", "parts_of"]
 
 WEIGHTS = "weights"
 OPTIMIZER_STATE = "optimizer state"
@@ -39,14 +39,6 @@ def parts_of(parts: Mapping[str, int], resident_bytes: int, reserve_bytes: int =
 def parts_in_words(parts: Mapping[str, int]) -> str:
     """``"1.50 KiB (1536 bytes) weights, 512 B (512 bytes) kept in reserve"``."""
     return ", ".join(f"{_both(size)} {kind}" for kind, size in parts.items())
-
-
-def resident_sentence(parts: Mapping[str, int]) -> str:
-    """What of a budget is taken before the step, as a sentence without its stop."""
-    if not parts:
-        return "Nothing of it is resident before the step starts"
-    total = _both(sum(parts.values()))
-    return f"{total} of it are resident before the step starts, whatever the plan: {parts_in_words(parts)}"
 
 
 def _both(size: int) -> str:

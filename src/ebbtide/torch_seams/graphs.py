@@ -22,6 +22,7 @@ __all__ = [
     "data_dependent_guard_type",
     "expression_of",
     "hint_of",
+    "is_checkpointed",
     "module_stack_of",
     "number_read",
     "size_source",
@@ -67,6 +68,11 @@ def boxed_codegen(module: fx.GraphModule) -> None:
     """Let a graph module's code take its arguments as one list and empty it, so that no frame keeps saved tensors."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Whether a checkpoint of the model's would run ``node`` again in the backward."""
+    return node.meta.get("ac_graph_id") is not None or node.meta.get("recompute") is not None
 
 
 def stack_trace_of(node: fx.Node) -> str:

@@ -173,8 +173,8 @@ def unroll_recurrent(graph: fx.GraphModule) -> None:
             part.recompile()
 
 
-def packed_sequence_refusal(arguments: object, error_text: str) -> str | None:
-    """Why a capture failed that met a packed sequence, and what would work; ``None`` if it met none.
+def packed_sequence_refusal(arguments: object, error_text: str) -> tuple[str, str] | None:
+    """Why a capture failed that met a packed sequence, and what to do; ``None`` if it met none.
 
     Args:
         arguments: of the call, in any containers.
@@ -185,8 +185,8 @@ def packed_sequence_refusal(arguments: object, error_text: str) -> str | None:
     if not packs_inside and not any(is_a(leaf, PackedSequence) for leaf in leaves):
         return None
     return (
-        "A PackedSequence has as many rows in each step as its data says, and the bytes of a step cannot be planned "
-        "before they are known. Give the recurrent module the padded tensor, leave the padding out of the loss with "
-        "a mask, and take the last states from the outputs at lengths - 1; up to there the outputs are the same "
-        "(in a bidirectional module those of the first direction)"
+        "A PackedSequence has as many rows in each step as its data says, and plans are of fixed sizes.",
+        "Give the recurrent module the padded tensor, leave the padding out of the loss with a mask, and take the last "
+        "states from the outputs at lengths - 1; up to there the outputs are the same (in a bidirectional module those "
+        "of the first direction)",
     )

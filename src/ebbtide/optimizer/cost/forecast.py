@@ -15,7 +15,7 @@ import torch
 from ebbtide.errors import BudgetError
 from ebbtide.measurement.resident import kept_by, optimizers_in, storages_in, tensors_in
 from ebbtide.optimizer.cost.step_bytes import step_bytes
-from ebbtide.optimizer.cost.step_end import end_of, less_at_once, scalars_bytes, taken_in_words
+from ebbtide.optimizer.cost.step_end import end_of, remedies_for, scalars_bytes, taken_in_words
 from ebbtide.optimizer.state.future_bytes import future_state_bytes, future_state_sizes
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbtide.step.program import Program
@@ -80,7 +80,7 @@ def forecast_offload(
         moving + (taken or 0) + slack,
         moving,
         f"the state of {type(optimizer).__name__}, back from its tier, and what its step makes while it runs",
-        f"take an optimizer that keeps less (SGD, Adafactor){less_at_once(optimizer)}",
+        remedies_for(optimizer, "take an optimizer that keeps less (SGD, Adafactor)", inside=False),
         slack_bytes=slack,
     )
     word = "not known" if taken is None else format_bytes(taken)

@@ -19,7 +19,7 @@ import torch
 from ebbtide.errors import UsageError
 from ebbtide.optimizer.cost.step_bytes import step_bytes
 from ebbtide.optimizer.state.options import settings_of
-from ebbtide.planning.step_end import NOTHING_AFTER, SCALARS_BYTES, StepEnd
+from ebbtide.planning.step_end import INSIDE, NOTHING_AFTER, SCALARS_BYTES, StepEnd
 from ebbtide.step.provenance import NOT_KNOWN
 from ebbtide.torch_seams.optimizers import parameters_stepped_by
 from ebbtide.units import format_bytes
@@ -44,25 +44,32 @@ def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_
     slack = scalars_bytes(optimizer) + _GENERATORS_BYTES
     if _is_on_card(optimizer):
         slack += taken_bytes // _UNSPLIT
-    in_backward = "" if one_by_one else ', or have it step inside of the backward (step="inside")'
     return StepEnd(
         taken_bytes + slack,
         what=f"the tensors that {type(optimizer).__name__} makes while it steps",
-        remedy=f"take an optimizer that makes fewer (SGD){less_at_once(optimizer)}{in_backward}",
+        remedies=remedies_for(optimizer, "take an optimizer that makes fewer (SGD)", inside=not one_by_one),
         slack_bytes=slack,
     )
 
 
-def less_at_once(optimizer: torch.optim.Optimizer) -> str:
-    """Options of torch's with which its step takes less, and which it has not, as advice; empty if there are none."""
+def remedies_for(optimizer: torch.optim.Optimizer, another: str, *, inside: bool) -> tuple[str, ...]:
+    """What may be done about what the step of ``optimizer`` takes, one or more.
+
+    Args:
+        optimizer: whose step it is.
+        another: the advice to take another one, which is no advice for SGD.
+        inside: whether it may step in the backward instead.
+    """
     found: list[str] = []
     for group in optimizer.param_groups:
         on_card = any(each.is_cuda for each in group["params"])
         if group.get("foreach") or ("foreach" in group and group["foreach"] is None and on_card):
-            found.append("foreach=False")
+            found.append("make it with foreach=False")
         if "fused" in group and not group["fused"]:
-            found.append("fused=True")
-    return "".join(f", or {each}" for each in dict.fromkeys(found))
+            found.append("make it with fused=True and without foreach")
+    found += [f"have it step in the backward ({INSIDE})"] * inside
+    found += [another] * (not isinstance(optimizer, torch.optim.SGD))
+    return tuple(dict.fromkeys(found)) or ("train fewer weights",)
 
 
 def scalars_bytes(optimizer: torch.optim.Optimizer) -> int:

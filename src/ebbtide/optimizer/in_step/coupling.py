@@ -34,7 +34,7 @@ from ebbtide.torch_seams.optimizers import hook_bases, parameters_stepped_by, st
 from ebbtide.torch_seams.storages import storage_key
 from ebbtide.user_objects import builtin_of, elements_of, is_a
 
-__all__ = ["refuse_coupled_steps"]
+__all__ = ["may_step_inside", "refuse_coupled_steps"]
 
 _SCALES = (1.0, 1e-3, 1e3, 1.0, 1e-6, 1.0)
 """Sizes of the gradients, a step each: norms are clipped from a size on, and what is small may be left out."""
@@ -42,6 +42,16 @@ _SHAPES = ((5, 3), (5,), (2, 4), (2,))
 """Shapes of stand-ins for matrices and their biases; others have a size of 2 or 3 in each dimension."""
 _MOST_OF_A_GROUP = 4
 _INSTEAD = 'leave step="inside" out: fit(model, budget, optimizer=optimizer) has its state in the budget'
+
+
+def may_step_inside(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether :func:`refuse_coupled_steps` lets ``optimizer`` pass; nothing is known against one that is not there."""
+    try:
+        if optimizer is not None:
+            refuse_coupled_steps(optimizer)
+    except UsageError:
+        return False
+    return True
 
 
 def refuse_coupled_steps(optimizer: torch.optim.Optimizer) -> None:

@@ -22,19 +22,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from ebbtide.errors import UsageError
+from ebbtide.errors import UsageError, told
 from ebbtide.torch_seams.optimizers import gradient_of, set_gradient
 
 __all__ = ["GradientGuard", "GuardState"]
 
 
 _TO_CLIP = (
-    "What clips gradients (torch.nn.utils.clip_grad_norm_) is left to the step: "
-    'ebbtide.fit(model, budget, optimizer=optimizer, step="inside", options=ebbtide.Options(max_norm=...)), and the '
-    "line in the loop taken out"
+    "Leave it to the step to clip gradients (options=ebbtide.Options(max_norm=...) of ebbtide.fit) and take "
+    "torch.nn.utils.clip_grad_norm_ out of the loop"
 )
 _CLIPPED = (
-    "They have been clipped in the step (max_norm): take torch.nn.utils.clip_grad_norm_ out of the loop; their norm is "
+    "Take torch.nn.utils.clip_grad_norm_ out of the loop, for the step has clipped (max_norm); the norm is "
     "ebbtide.total_norm(model)"
 )
 
@@ -168,12 +167,13 @@ class GradientGuard:
     def _refusal(self, parameter: torch.Tensor) -> UsageError:
         _, name = self._names[id(parameter)]
         return UsageError(
-            f'the gradient of {name} is read before optimizer.step(), or cleared, and step="inside" has applied it in '
-            f"the backward: there is none, and this update cannot be left out any more. "
-            f"{_CLIPPED if self._clips else _TO_CLIP}. Look at a loss (torch.isfinite(loss)) before loss.backward(); "
-            "accumulate in ebbtide.no_update(model); call optimizer.step() after every backward. What scales losses "
-            "(GradScaler, whose scale is in this update) or logs gradients needs the optimizer outside of the step: "
-            'leave step="inside" out'
+            told(
+                f'the gradient of {name} is read before optimizer.step(), or cleared, and step="inside" has applied it '
+                "in the backward",
+                f"{_CLIPPED if self._clips else _TO_CLIP}. Look at a loss (torch.isfinite(loss)) before its backward; "
+                "accumulate in ebbtide.no_update(model). For what scales losses (GradScaler, whose scale is in this "
+                'update) or logs gradients, leave step="inside" out',
+            )
         )
 
 

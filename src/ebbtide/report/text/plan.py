@@ -60,15 +60,16 @@ def facts_of(plan: PlanRecord) -> list[tuple[str, str]]:
     ops = plan.program.ops
     pin = ops[plan.floor_op] if 0 <= plan.floor_op < len(ops) else "nothing"
     return [
-        ("budget", format_allowed(plan.budget_bytes)),
+        ("budget", format_allowed(plan.budget_bytes) + _share_of(plan.provenance)),
         (
             "peak",
             f"{format_bytes(plan.predicted_peak_bytes)} predicted, "
             f"{format_share(plan.predicted_peak_bytes, plan.baseline_peak_bytes)} of the unplanned "
-            f"{format_bytes(plan.baseline_peak_bytes)}",
+            f"{format_bytes(plan.baseline_peak_bytes)}{_without_checkpoints(plan.provenance)}",
         ),
         ("resident", f"{format_bytes(plan.resident_bytes)}, reserve {format_bytes(plan.reserve_bytes)}"),
         ("counted", counted_of(plan.provenance, with_user_window=plan.program.between_bytes > 0)),
+        *([("loss", _OUTSIDE)] if plan.provenance.loss is LossPlace.OUTSIDE else []),
         *([("offloaded", plan.provenance.offloaded)] if plan.provenance.offloaded else []),
         (
             "overhead",
@@ -83,6 +84,23 @@ def facts_of(plan: PlanRecord) -> list[tuple[str, str]]:
         ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least budget for which a plan was found"),
         ("floor", f"{format_bytes(plan.floor_bytes)} of any budget with {AS_CAPTURED}, pinned by {pin}"),
     ]
+
+
+_OUTSIDE = (
+    "outside the model: the gradients of what it returns count in full, what the loss takes is measured in fit's first "
+    "step; returned by the forward it takes less"
+)
+
+
+def _share_of(source: Provenance) -> str:
+    """That a budget is a share of more than the unplanned peak, which no step needs; empty if it is not."""
+    share = source.notes.get("share")
+    return f": {share} of the unplanned peak, more than the unplanned step takes" if share else ""
+
+
+def _without_checkpoints(source: Provenance) -> str:
+    """Which peak shares are of where the model has checkpoints; empty if it has none."""
+    return ", which keeps what the model's checkpoints drop" if "checkpoints" in source.notes else ""
 
 
 def _kinds(plan: PlanRecord) -> str:
