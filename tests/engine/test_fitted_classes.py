@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import types
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import pytest
 import torch
@@ -235,3 +235,69 @@ def test_a_class_with_another_metaclass_comes_beside_a_fitted_one(base: Any) -> 
     assert torch.equal(made.bias.grad, model.bias.grad)  # type: ignore[arg-type]
     assert ebbtide.plan_of(model) is not None
     assert not isinstance(nn.Linear(4, 4), type(model))
+
+
+class Tagging(type):
+    """Registers the classes that it makes, with the keyword that it asks for."""
+
+    made: ClassVar[list[tuple[str, str]]] = []
+
+    def __new__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any], *, tag: str) -> Any:
+        kind = super().__new__(cls, name, bases, names)
+        kind.tag = tag  # type: ignore[attr-defined]
+        cls.made.append((name, tag))
+        return kind
+
+    def __init__(cls, name: str, bases: tuple[type, ...], names: dict[str, Any], *, tag: str) -> None:
+        super().__init__(name, bases, names)
+
+
+class AbstractTagging(Tagging, abc.ABCMeta):
+    """The same of abstract classes."""
+
+
+class Tagged(Mean, metaclass=Tagging, tag="user's"):
+    """Made by a metaclass with a keyword."""
+
+
+class AbstractTagged(Mean, metaclass=AbstractTagging, tag="user's"):
+    """Likewise, and may be asked for virtual subclasses."""
+
+
+class Announced(Mean):
+    """Registers the classes that are derived from it."""
+
+    derived: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        Announced.derived.append(cls.__name__)
+
+
+@pytest.mark.parametrize("kind", [Tagged, AbstractTagged])
+def test_a_metaclass_of_the_users_makes_the_classes_that_users_write(kind: Any) -> None:
+    """It is not asked for the generated one, which it would register, or for which it wants a keyword."""
+    Tagging.made.clear()
+    model = kind()
+    plain = copy.deepcopy(model)
+    ebbtide.fit(model, "1GiB")
+    assert as_eager(model, plain)
+    assert (Tagging.made, model.tag, type(type(model))) == ([], "user's", type(kind))
+    derived: Any = types.new_class("Derived", (type(model),), {"tag": "derived"})
+    assert (Tagging.made, derived.tag) == ([("Derived", "derived")], "derived")
+    derived()(X).backward()
+    mixed: Any = types.new_class("Mixed", (type(ebbtide.fit(Mean(), "1GiB")), kind), {"tag": "mixed"})
+    assert mixed.tag == "mixed"
+    mixed()(X).backward()
+    if kind is AbstractTagged:
+        type(model).register(int)
+        assert issubclass(int, type(model))
+        assert not issubclass(int, kind) or issubclass(type(model), kind), "what is virtual of one is no other's"
+
+
+def test_classes_that_users_derive_from_a_fitted_one_are_announced() -> None:
+    Announced.derived.clear()
+    model = ebbtide.fit(Announced(), "1GiB")
+    assert not Announced.derived
+    types.new_class("Derived", (type(model),))
+    assert Announced.derived == ["Derived"]

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import threading
 import types
@@ -90,9 +91,11 @@ def _subclass(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
         names["recompile"] = _refuse_to_recompile
     names["__qualname__"] = plain.__qualname__
     meta: Any = type(plain)
+    # A metaclass of the user's may register classes too, or ask for keywords: it makes those that users write.
+    maker: Any = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type
     try:
         announced = any("__init_subclass__" in vars(each) for each in plain.__mro__[:-1])
-        return meta(plain.__name__, (_Unannounced, plain) if announced else (plain,), names)
+        return maker.__new__(meta, plain.__name__, (_Unannounced, plain) if announced else (plain,), names)
     except Exception as error:
         if raised_by_a_handler(error):
             raise
@@ -112,10 +115,11 @@ def _refuse_to_recompile(model: torch.fx.GraphModule) -> None:
 
 
 class _Unannounced:
-    """A base that keeps ``__init_subclass__`` of the model's class, which may register classes, from being asked."""
+    """A base that keeps ``__init_subclass__`` of a model's class, which may register classes, from generated ones."""
 
-    def __init_subclass__(cls, **_: Any) -> None:
-        pass
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        if "_ebbtide_plain" not in vars(cls):
+            super().__init_subclass__(**keywords)
 
 
 class _ForwardOfModel:
