@@ -235,7 +235,10 @@ def gives_data(m: Any, x: torch.Tensor) -> torch.Tensor:
         (seeds, "before the call"),
         (hooks, "puts a hook or a parametrization on a module"),
         (parametrizes, "puts a hook or a parametrization on a module"),
-        (gives_data, "(parameter.data = ...) while it runs. Do it before the call"),
+        (
+            gives_data,
+            "Do it before the call.\nWhy: the step cannot be captured as one graph. It gives a parameter, a buffer",
+        ),
         (notes_gradients, "outside of the forward"),
         (branches, "torch.where"),
     ],

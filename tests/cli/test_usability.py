@@ -146,7 +146,9 @@ def test_the_text_of_an_option_is_the_first_sentence_of_its_field() -> None:
         assert "`" not in help_of(name)
 
 
-@pytest.mark.parametrize(("name", "command"), [("sweep", "ebbtide compare"), ("fit", "ebbtide plan")])
+@pytest.mark.parametrize(
+    ("name", "command"), [("sweep", "ebbtide compare"), ("fit", "ebbtide plan"), ("explain", "ebbtide show")]
+)
 def test_functions_that_are_no_commands_say_which_one_does_that(name: str, command: str) -> None:
     done = CliRunner().invoke(app, [name, "zoo:gpt"])
     assert done.exit_code == 2

@@ -277,7 +277,7 @@ _BREAKS += (
         "It branches on a value that the step computes.",
         "Choose by value instead of by branch (torch.where(condition, a, b)), or take the condition from what is known "
         "before the call, and give the forward a Python bool",
-        line=r", in [^:]*: .*\b(if|elif|while|and|or|not)\b",
+        line=r"^(?!.*(tolist|\.shape|\.size\(|len\()).*, in [^:]*: .*\b(if|elif|while|and|or|not)\b",
     ),
 )
 _BRANCH = re.compile(r"[Dd]ata-dependent|branching")

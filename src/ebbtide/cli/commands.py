@@ -35,6 +35,7 @@ __all__ = ["app"]
 _WORDS = "ebbtide.words"
 _INSTEAD = {
     "sweep": "compare plans one step within several budgets: ebbtide compare CASE --budgets 80%,60% --planners auto",
+    "explain": "ebbtide show PLAN --explain NAME tells of one tensor of a saved plan",
     "fit": "ebbtide.fit(model, budget) is for your training script; ebbtide plan CASE --budget 60% plans without it",
 }
 """Functions of the API that are no commands, and what does that here."""

@@ -246,7 +246,8 @@ def _refusal(watched: Watched, *, is_planned: bool) -> str:
     changed = 'the planned one has updated weights (step="inside")' if watched.has_updated else _UNCHANGED
     if is_planned:
         return told(
-            f"{about} of two kinds: a planned call made some, and a backward without one has added to them; {changed}",
+            f"{about} of two kinds: a planned call made some, and a backward without one, which nothing kept within "
+            f"the budget, has added to them; {changed}",
             watched.advice or f"{_ADD_UP}; or {_ADVICE}",
         )
     return told(
