@@ -22,8 +22,6 @@ __all__ = [
     "UpdateError",
     "UsageError",
     "VerificationError",
-    "told",
-    "without_frames",
 ]
 
 

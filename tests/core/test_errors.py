@@ -92,7 +92,7 @@ def test_every_error_is_listed_above() -> None:
 
 
 def test_a_capture_error_says_reason_and_remedy() -> None:
-    assert str(CaptureError("op x returns data", remedy="mask")) == "op x returns data; mask"
+    assert str(CaptureError("op x returns data", remedy="mask")) == "Mask.\nWhy: op x returns data."
     assert str(CaptureError("op x returns data")) == "op x returns data"
     assert str(CaptureError("x", remedy="y", message="all of it")) == "all of it"
 

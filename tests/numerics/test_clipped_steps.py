@@ -164,7 +164,7 @@ def test_who_clips_besides_is_told_what_to_do() -> None:
     optimizer = fitted(model, 1.0)
     assert ebbtide.total_norm(model) is None
     model(torch.randn(12, 16)).backward()
-    with pytest.raises(UsageError, match=r"take torch.nn.utils.clip_grad_norm_ out.*ebbtide.total_norm\(model\)"):
+    with pytest.raises(UsageError, match=r"Take torch.nn.utils.clip_grad_norm_ out.*ebbtide.total_norm\(model\)"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     other = Lora()

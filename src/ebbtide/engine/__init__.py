@@ -28,5 +28,6 @@ What has to be as in eager:
 - ``shared_gradients``: sums of gradients that eager adds up in another order, which is said.
 - ``unused``: gradients that no used output depends on; ``snapshot``: what a failed proof puts back.
 - ``copies``: copies and pickles, which are plain models.
-- ``derivatives``, ``linked_outputs`` and ``offload_hooks``: what no step has, refused by name.
+- ``derivatives``, ``linked_outputs`` and ``offload_hooks``: what no step has, refused by name; ``frozen``: a loss that
+  takes no gradient.
 """
