@@ -341,12 +341,24 @@ def attribute_of_a_function(run: Run, function: Any) -> None:
 INDEXED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "column": lambda h: h[:, h.mean(0).argmax()].square().mean(),
     "row": lambda h: h[h.mean(1).argmin()].square().mean(),
-    "select": lambda h: h.index_select(1, h.mean(0).argmax().reshape(1)).square().mean(),
+}
+SELECTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "column": lambda h: h.index_select(1, h.mean(0).argmax().reshape(1)).squeeze(1).square().mean(),
+    "row": lambda h: h.index_select(0, h.mean(1).argmin().reshape(1)).squeeze(0).square().mean(),
 }
 
 
-@variants(INDEXED)
+@variants(INDEXED, refused=Refusal("CaptureError", "index_select"), either=True)
 def index_by_a_single_number(run: Run, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    _indexed(run, take)
+
+
+@variants(SELECTED)
+def index_by_a_single_number_as_advised(run: Run, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    _indexed(run, take)
+
+
+def _indexed(run: Run, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
     class Model(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return take(self.features(x))
