@@ -84,7 +84,7 @@ def test_a_backward_hook_put_on_a_submodule_later_is_refused_by_name() -> None:
     model, _ = twins(Attention())
     step(model)
     handle = model.out.register_full_backward_hook(lambda _, into, out: (into[0] * 5,))  # type: ignore[union-attr]
-    with pytest.raises(CaptureError, match="put the hook on the fitted model itself"):
+    with pytest.raises(CaptureError, match="Put the hook on the fitted model itself"):
         step(model)
     handle.remove()
     assert_same(step(model), step(model))

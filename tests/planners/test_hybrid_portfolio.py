@@ -127,7 +127,7 @@ def test_budgets_below_what_recomputing_reaches():
     assert plan.tiers == ("host",)
     assert plan.predicted_peak_bytes <= smallest
     assert plan.smallest_bytes == smallest
-    with pytest.raises(BudgetError, match="whatever it moves to host") as raised:
+    with pytest.raises(BudgetError, match="whatever they move to host") as raised:
         make_plan(program, Budget(bytes=SIZE), resident_bytes=0, options=options)
     assert raised.value.smallest_bytes == smallest
     assert raised.value.floor_bytes <= smallest

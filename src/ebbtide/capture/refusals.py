@@ -46,8 +46,8 @@ _PLAN_WHOLE = (
     "plans are of whole steps only"
 )
 _BACKWARD_HOOK = (
-    "A captured step runs no hooks between its submodules in the backward: put the hook on the fitted model itself, or "
-    "on a tensor of its forward (tensor.register_hook)"
+    "Put the hook on the fitted model itself, or on a tensor of its forward (tensor.register_hook): a captured step "
+    "runs no hooks between its submodules in the backward"
 )
 _FIXED_SIZES = (
     "Keep all rows and leave out of the loss with a mask (torch.where) what does not count, or pad outside the model; "
