@@ -476,7 +476,8 @@ def _ran(model: FittedModel, step: Step, pending: PendingStep, now: CallContext)
         step.optimizer_traffic = optimizers.offloaded.traffic
     if step.forward_calls > 1:
         model.steps.served_again(now)
-    optimizers.forward_ran(now)
+    if pending.executable is not None:
+        optimizers.forward_ran(now, pending.executable.plan)
     if pending.measuring.record is not None:
         pending.measuring.record.forward_returned()
     if now.flying_bytes and not now.checkpointed:

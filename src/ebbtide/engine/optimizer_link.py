@@ -5,6 +5,7 @@ Their state counts as resident, that of the first one before it exists.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 from ebbtide.engine.call_context import CallContext
 from ebbtide.errors import UsageError
+from ebbtide.faults import users_level
 from ebbtide.measurement.resident import as_stepping, held_by, optimizers_in, resident_bytes
 from ebbtide.optimizer.cost.step_end import OptimizerStepCost, taken_in_words
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
@@ -20,9 +22,11 @@ from ebbtide.optimizer.offload.optimizer_offload import OptimizerOffload
 from ebbtide.optimizer.state.combined import class_names, parts_of
 from ebbtide.optimizer.state.future_bytes import future_state_bytes
 from ebbtide.optimizer.state.options import settings_of
-from ebbtide.planning.step_end import StepEnd
+from ebbtide.planning.step_end import StepEnd, end_bytes
+from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import IN_THE_STEP
 from ebbtide.torch_seams.optimizers import is_of_torch, parameters_stepped_by
+from ebbtide.units import format_bytes
 
 __all__ = ["OptimizerLink"]
 
@@ -55,6 +59,7 @@ class OptimizerLink:
         self._stepping: OptimizerStepCost | None = None
         self._planned_with: object = None  # options that the last forward counted on
         self._to_come: tuple[object, int] = (None, 0)
+        self._free_bytes = 0  # of the budget of the last forward's plan, when its backward has returned
 
     @property
     def all(self) -> list[torch.optim.Optimizer]:
@@ -158,8 +163,26 @@ class OptimizerLink:
         self.others.add(optimizer)
         self._state_at_first_step[optimizer] = _state_bytes(optimizer)
         if declared is not None and self.offloaded is None and _parameter_ids(declared) <= _parameter_ids(optimizer):
+            self._warn_of_another(optimizer, declared)
             self.others.add(declared)
             self.declared = self._stepping = self._planned_with = None
+
+    def _warn_of_another(self, optimizer: torch.optim.Optimizer, declared: torch.optim.Optimizer) -> None:
+        """Say that ``optimizer``, where ``declared`` was told of, makes state for which the step has no room."""
+        if any(each is declared for each in optimizers_in(optimizer)):
+            return
+        try:
+            made = future_state_bytes(optimizer)
+        except UsageError:  # nobody can foresee it
+            return
+        if made > self._free_bytes:
+            warnings.warn(
+                f"{class_names(optimizer)} steps weights in the place of {class_names(declared)}, which was told of: "
+                f"it makes {format_bytes(made)} of state, and this step's budget has room for "
+                f"{format_bytes(self._free_bytes)}. From the next step on it counts. "
+                "ebbtide.set_optimizer(model, optimizer) before the forward tells of it",
+                stacklevel=users_level(),
+            )
 
     # -- what they keep, and will keep --------------------------------------------------------------------------
 
@@ -204,8 +227,9 @@ class OptimizerLink:
             return IN_THE_STEP
         return "" if (step := self.step_cost) is None else taken_in_words(step.taken_bytes(now.trained))
 
-    def forward_ran(self, now: CallContext) -> None:
-        """Note with which options a forward ran, of which others before the optimizer's step are refused."""
+    def forward_ran(self, now: CallContext, plan: Plan) -> None:
+        """Note with which options a forward ran under ``plan``: others before the optimizer's step are refused."""
+        self._free_bytes = max(plan.budget_bytes - plan.resident_bytes - end_bytes(plan.program), 0)
         step = self.step_cost
         counts = step is not None and self.in_backward is None and not now.checkpointed
         self._planned_with = step.options() if step is not None and counts else None
