@@ -40,7 +40,7 @@ def _asked(
                 refused += 1
                 run.expect(f"no more than {refusals} refusals", refused <= refusals)
                 ebbtide.set_budget(model, error.smallest_bytes)
-                del error
+                model.zero_grad()  # of what the step has done so far
         run.see(f"step {i}", seen)
         run.see_model(model, f"step {i}")
         if optimizer is not None:
@@ -96,7 +96,7 @@ def smallest_named_loss_outside(run: Run) -> None:
     _asked(run, outside, 2, loss=False)
 
 
-@situation(captures=-1)
+@situation(captures=-1, calls=-1)
 def smallest_named_accumulated(run: Run) -> None:
     def accumulated(model: Any, x: torch.Tensor) -> Any:
         return torch.stack([_step(model, x) for _ in range(2)])
