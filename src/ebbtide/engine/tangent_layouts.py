@@ -36,6 +36,7 @@ from ebbtide.lower.fingerprints import Fingerprints, with_fingerprints
 from ebbtide.lower.lowering import Lowered, lower
 from ebbtide.lower.proof import prove
 from ebbtide.report.plan import Plan
+from ebbtide.signals import raised_by_a_handler
 from ebbtide.step.legality import check
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute, Offload, Reload, Schedule
@@ -139,16 +140,22 @@ class TangentLayouts:
                 if _same_ops(self.captured.graph, again.graph):
                     return Relaid(planned=all(map(_is_expanded, self.first, layouts)))
                 return Relaid(self._ending(again))
+            for_good = False
         except EbbtideError:  # the step that is captured next says what is wrong, or goes on without rewrites
-            pass
+            for_good = False
+        except Exception as error:
+            if raised_by_a_handler(error):
+                raise
+            for_good = True
         finally:
             put_back()
         warnings.warn(
             "gradients of what the model returned arrive in another memory layout than its step was traced with: the "
-            "gradients of this step may differ from eager's in their last bits. The next one is planned for it",
+            f"gradients of {'such steps' if for_good else 'this step'} may differ from eager's in their last bits"
+            f"{'' if for_good else '. The next one is planned for it'}",
             stacklevel=users_level(),
         )
-        return Relaid(exact=False)
+        return Relaid(exact=False, planned=for_good)
 
     def _ending(self, again: Captured) -> Lowered:
         """What ends a step that is pending as ``again`` ends (definition 3).
