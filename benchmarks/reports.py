@@ -32,7 +32,7 @@ NO_PEER = "Every situation is held against eager in the same process, and judged
 
 GROUP = "reports"
 OUT = Path(__file__).resolve().parent / "results" / "reports.json"
-QUESTIONS = (GROUP, "judging")
+QUESTIONS = (GROUP, *judging.CASES)
 TITLES = {"oracle": "The oracle", GROUP: GROUPS[GROUP], "judging": judging.TITLE}
 MOST_SECONDS = 900.0
 

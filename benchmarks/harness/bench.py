@@ -63,7 +63,7 @@ SELECTION = (
     Selection("floors", ("sizes:float32, 1 threads",), 4.0),
     Selection("hybrid_bound", ("lane_gap:0-49", "lane_violations:165-179"), 2.0),
     Selection("hybrid", ("plan:gpt-12L a100", "grid:vgg16 a100", "disk:mlp_chain"), 1.5),
-    Selection("reports", ("reports",), 3.0, resumes=False),
+    Selection("reports", ("chain-",), 1.5, resumes=False),
     Selection("soak", ("soak:steps of changing shapes",), 1.5),
 )
 """Every benchmark but ``gpu`` (`make gpu`) and ``torch_versions`` (`make test-torch`)."""
