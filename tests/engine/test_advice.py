@@ -11,6 +11,7 @@ import importlib.util
 import sys
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -422,8 +423,9 @@ def test_an_optimizer_is_advised_only_what_it_can_do() -> None:
     assert "make it with foreach=False" in sgd
     assert any("SGD" in each for each in end_of(torch.optim.AdamW(weight), 1000).remedies)
     assert end_of(torch.optim.SGD(weight, fused=True), 1000, one_by_one=True).remedies == ("train fewer weights",)
-    assert may_step_inside(torch.optim.SGD(weight))
-    assert not may_step_inside(torch.optim.LBFGS(weight))
+    plain, coupled = torch.optim.SGD(weight), torch.optim.LBFGS(weight)
+    assert may_step_inside(weakref.ref(plain))
+    assert not may_step_inside(weakref.ref(coupled))
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])

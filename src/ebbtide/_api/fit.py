@@ -6,6 +6,7 @@ What Ebbtide knows about the model lives outside it in a :class:`~ebbtide.engine
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -174,7 +175,7 @@ def _known_of(
         buckets=Buckets(),
         machine=_machine_at_hand(model, tiers) if planned_here else None,
         tiers=tuple(tiers) if planned_here else (),
-        takes_inside=partial(may_step_inside, optimizer),
+        takes_inside=partial(may_step_inside, None if optimizer is None else weakref.ref(optimizer)),
     )
     moves, updates = optimizer if options.offload_optimizer else None, optimizer if options.inside else None
     return FittedModel(

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,11 +45,12 @@ _MOST_OF_A_GROUP = 4
 _INSTEAD = 'leave step="inside" out: fit(model, budget, optimizer=optimizer) has its state in the budget'
 
 
-def may_step_inside(optimizer: torch.optim.Optimizer | None) -> bool:
+def may_step_inside(optimizer: weakref.ref[torch.optim.Optimizer] | None) -> bool:
     """Whether :func:`refuse_coupled_steps` lets ``optimizer`` pass; nothing is known against one that is not there."""
+    there = None if optimizer is None else optimizer()
     try:
-        if optimizer is not None:
-            refuse_coupled_steps(optimizer)
+        if there is not None:
+            refuse_coupled_steps(there)
     except UsageError:
         return False
     return True
