@@ -36,9 +36,9 @@ X = torch.randn(256, 64)
 Step = Callable[[int], object]
 
 
-def chain(width: int = 64) -> nn.Module:
+def chain() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())))
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
 
 
 def loss_grows(model: nn.Module) -> Step:
@@ -158,8 +158,8 @@ KINDS = {
     "another_backward": Kind(another_backward, "80%", 0),
     "hooks_grow": Kind(hooks_grow, "900KiB", 7),
     "optimizer_in_hooks": Kind(optimizer_in_hooks, "620KiB", 1),
-    "retained_and_more": Kind(retained_and_more, "90%", 3),  # a plan is tried that has no room for it, and measured
-    "retained_twice": Kind(retained_twice, "90%", 3),
+    "retained_and_more": Kind(retained_and_more, "90%", STEPS),  # no plan has room for it, which is said once
+    "retained_twice": Kind(retained_twice, "90%", STEPS),
 }
 
 

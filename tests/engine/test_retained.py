@@ -33,3 +33,19 @@ def test_a_plan_that_leaves_much_free_does_not_come_again_and_again() -> None:
     assert found is not None
     assert needs(found) <= budget
     assert len(asked) == 1
+
+
+def test_what_user_code_takes_while_the_graph_is_there_counts() -> None:
+    case = mlp_chain(layers=6)
+    plan = ebbtide.plan(case.model, case.args, budget="100%", options=ebbtide.Options(effort=50))
+
+    def above(after_bytes: int | None) -> int:
+        retained = Retained(after_bytes=after_bytes)
+        return retained_above_bytes(plan.program, plan.schedule, plan.timeline, retained)
+
+    assert above(0) == above(None)
+    assert above(2**40) - above(2**39) == 2**39
+    at_the_end = above(2**40) - 2**40
+    crossing = plan.boundary_bytes
+    gradients = sum(plan.program.buffers[each].bytes for each in set(plan.program.gradients))
+    assert at_the_end >= gradients + crossing - sum(plan.program.buffers[b].bytes for b in plan.program.forward_outputs)

@@ -40,6 +40,7 @@ __all__ = ["Judge"]
 _SLACK_BYTES = 2**10
 """For single numbers that user code makes in a step, such as a scaled loss and its gradient."""
 _FROM_NOW_ON = ". From the next step on there is room for it, or the budget is refused"
+_OF_GRAPHS = (Part.FORWARD, Part.BACKWARD, Part.RETAINED, Part.AGAIN)
 _EVERY = 100
 _MOST_TRIES = (
     3  # records in a row that come to nothing, of forwards that have no backward, before the next is waited for
@@ -48,11 +49,19 @@ _MOST_TRIES = (
 
 @dataclass(slots=True)
 class _Sample:
-    """How many steps of a slot there were, and the next one that is recorded (definition 2)."""
+    """How many steps of a slot there were, and the next one that is recorded (definition 2).
+
+    Attributes:
+        steps: how many there were.
+        due: the next that is recorded.
+        tries: records in a row that came to nothing.
+        known_with: hooks on parameters with which it is known what user code takes.
+    """
 
     steps: int = 0
     due: int = 1
     tries: int = 0
+    known_with: tuple[int, ...] | None = None
 
     def begins(self) -> None:
         """A step is recorded; until it ends so is the next."""
@@ -121,7 +130,9 @@ class Judge:
             return  # of one that nobody expected it is said already that it may exceed the budget
         sample = self._samples.setdefault(slot, _Sample())
         sample.steps += 1
-        news = alone and not (learned.is_known(slot, now.hooks) and learned.windows.knows_after_retained(slot))
+        if alone and sample.known_with != now.hooks and learned.is_known(slot, now.hooks):
+            sample.known_with = now.hooks
+        news = alone and (sample.known_with != now.hooks or not learned.windows.knows_after_retained(slot))
         due = news or sample.due <= sample.steps
         if now.device == "cpu" and (not due or being_watched(now.device)):
             return
@@ -133,7 +144,7 @@ class Judge:
             sample.begins()
         on_cpu, sizes = now.device == "cpu", optimizers.state_sizes() if news else None
         leaves = (each for each in parameters_in(now.module) if on_cpu and each.is_leaf)
-        hooks = now.hooks
+        hooks, retained = now.hooks, learned.windows.retained(slot)
 
         def done(record: StepRecord) -> None:
             if not record.is_whole:
@@ -146,10 +157,14 @@ class Judge:
             if news or over > _SLACK_BYTES:
                 learned.learn(slot, hooks, plan.program, made, record.parts, alone=alone)
             if over > _SLACK_BYTES:
+                sample.due = sample.steps + 1
+                part, there = _what_grew(record, plan), learned.windows.retained(slot)
+                first = there is not None and (retained is None or retained.again != there.again)
+                if on_violation == "replan" and part in _OF_GRAPHS and (first or learned.windows.is_hopeless(slot)):
+                    return  # said when the backward began, or when no plan with room for it was found
                 if not given and still_holds():  # what it leaves free is put aside too, or it would come again
                     free = plan.budget_bytes - plan.predicted_peak_bytes - plan.reserve_bytes
                     learned.put_aside(slot, over + max(free, 0))
-                sample.due = sample.steps + 1
                 self._exceeded(slot, plan, record, on_violation, given=given)
             elif news and (counted := _counted(record, plan)) > plan.budget_bytes:
                 self._verdict = (

@@ -65,6 +65,10 @@ class KnownWindows:
         """How backwards of calls of ``call_slot`` retain their graphs, if any did."""
         return self._retained.get(call_slot)
 
+    def is_hopeless(self, call_slot: CallSlot) -> bool:
+        """Whether backwards of its calls retain their graphs, and no plan was found that has room for that."""
+        return call_slot in self._retained and self._retained[call_slot].hopeless
+
     def learn_retained(self, call_slot: CallSlot, *, again: bool) -> bool:
         """A backward retains its graph, or comes ``again`` through it; whether that is news."""
         known = self._retained.get(call_slot)
@@ -75,7 +79,7 @@ class KnownWindows:
 
     def knows_after_retained(self, call_slot: CallSlot) -> bool:
         """Whether backwards retain no graph, or it was measured what user code takes after those."""
-        known = self._retained.get(call_slot)
+        known = self._retained.get(call_slot) if self._retained else None
         return known is None or known.after_bytes is not None
 
     def learn_after_retained(self, call_slot: CallSlot, taken_bytes: int) -> None:
