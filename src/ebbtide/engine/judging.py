@@ -160,8 +160,8 @@ class Judge:
                 sample.due = sample.steps + 1
                 part, there = _what_grew(record, plan), learned.windows.retained(slot)
                 first = there is not None and (retained is None or retained.again != there.again)
-                if on_violation == "replan" and part in _OF_GRAPHS and (first or learned.windows.is_hopeless(slot)):
-                    return  # said when the backward began, or when no plan with room for it was found
+                if on_violation == "replan" and part in _OF_GRAPHS and first:
+                    return  # said when the backward began
                 if not given and still_holds():  # what it leaves free is put aside too, or it would come again
                     free = plan.budget_bytes - plan.predicted_peak_bytes - plan.reserve_bytes
                     learned.put_aside(slot, over + max(free, 0))

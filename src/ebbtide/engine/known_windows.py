@@ -65,10 +65,6 @@ class KnownWindows:
         """How backwards of calls of ``call_slot`` retain their graphs, if any did."""
         return self._retained.get(call_slot)
 
-    def is_hopeless(self, call_slot: CallSlot) -> bool:
-        """Whether backwards of its calls retain their graphs, and no plan was found that has room for that."""
-        return call_slot in self._retained and self._retained[call_slot].hopeless
-
     def learn_retained(self, call_slot: CallSlot, *, again: bool) -> bool:
         """A backward retains its graph, or comes ``again`` through it; whether that is news."""
         known = self._retained.get(call_slot)

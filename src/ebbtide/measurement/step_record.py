@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,9 @@ from ebbtide.torch_seams.storages import StorageWatch
 
 __all__ = ["Part", "StepRecord", "Taken", "give_way"]
 
-_recording: weakref.WeakSet[StepRecord] = weakref.WeakSet()  # on CPU
+_recording: set[StepRecord] = (
+    set()
+)  # on CPU: alive until they are over, since garbage may not stop inside of a backward
 
 
 def give_way() -> None:
@@ -176,6 +177,7 @@ class StepRecord:
         self._thread = threading.get_ident()  # a profiler has to be stopped where it was started
         self._patches: list[BackwardWatch | Patch] = []
         self._part = Part.FORWARD
+        self._given_up = False
         self.open = False
 
     @property
@@ -215,6 +217,7 @@ class StepRecord:
     def end(self) -> None:
         """The step is given up, or its graph is gone. Inside of a backward, its end is waited for."""
         if not self.open or (not self.steady and (in_backward() or self._thread != threading.get_ident())):
+            self._given_up = True
             return
         self.open = False
         _recording.discard(self)
@@ -238,7 +241,9 @@ class StepRecord:
         """One of any model; it may be inside of another."""
         if not self.steady and (in_backward() or self._thread != threading.get_ident()):
             return
-        if self._part is Part.BACKWARD or (self._part in (Part.AFTER, Part.AGAIN) and not self.retains):
+        if self._given_up:
+            self.end()
+        elif self._part is Part.BACKWARD or (self._part in (Part.AFTER, Part.AGAIN) and not self.retains):
             self.end()
             self._tell()
         else:
