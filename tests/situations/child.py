@@ -233,7 +233,7 @@ def judged(situation: Situation) -> Row:
     why: list[str] = [] if checks[0].passed and outcome == PLANNED else [told or "planned where a refusal is expected"]
     if outcome == PLANNED:
         checks += _held(situation, eager, ours, called, columns, why)
-        if situation.said:
+        if situation.said and (columns["steps_over"] or situation.limit):
             checks.append(holds("said", any(re.search(situation.said, str(each.message)) for each in said)))
     elif ours.peaks:
         _held(situation, eager, ours, called, columns, why)

@@ -79,7 +79,7 @@ class Situation:
         either: whether a planned step is right beside ``refused``.
         limit: a limit that docs/limits.md states, for which other bits are right.
         over: steps that may exceed the budget by a limit that docs/limits.md states.
-        said: a warning that has to come, where it is not empty: that a step is over its budget, or has other bits.
+        said: a warning that has to come where a step is over its budget or, by a limit, has other bits.
         processes: that run it at once, each judged by what it sees; the others are of ``RANK`` 1 and above.
         seconds: the most that it may take.
     """
