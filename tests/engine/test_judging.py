@@ -313,3 +313,24 @@ def test_what_a_step_lets_go_of_earlier_ones_is_no_excess() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def test_a_process_that_rises_has_its_next_step_recorded() -> None:
+    """Long before the next of the sample."""
+    model = chain()
+    fitted = ebbtide.fit(model, "8MiB", progress=None)
+    boxes = torch.ones(4, 64)
+
+    def step(count: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (fitted(X)[:, None] - boxes.repeat(count, 1)).abs().mean().backward()
+        return [str(each.message) for each in caught]
+
+    for _ in range(34):
+        step(1)
+    assert not step(1)
+    step(256)  # 64 MiB, in the 36th step; the 64th would be recorded
+    assert any("over its budget" in each for each in step(256))
+    with pytest.raises(BudgetError):
+        step(256)

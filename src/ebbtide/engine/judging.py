@@ -5,7 +5,8 @@
 2. On CPU a record costs as much as a small step. So a *sample* of the steps of each call slot is recorded: the first,
    second, fourth, eighth and so on, from the hundredth on every hundredth. One in which nothing can be recorded,
    because a profiler runs or other threads train, is made up for by the next. All others are judged by what is
-   resident when they begin, which includes what models have returned and user code keeps (``measurement.leftovers``).
+   resident when they begin, which includes what models have returned and user code keeps (``measurement.leftovers``),
+   and by the process: where it has taken more memory than ever since the last call, the next step is recorded.
 3. What a step over its budget took is learned, so that its plan does not hold for the next one. Where the plan would
    hold all the same, since it is its own ops that took more than they are priced at, the excess is put aside.
 """
@@ -28,6 +29,7 @@ from ebbtide.errors import BudgetExceeded
 from ebbtide.faults import users_level
 from ebbtide.measurement.card_peaks import levels
 from ebbtide.measurement.leftovers import watches_of
+from ebbtide.measurement.process import highest_bytes
 from ebbtide.measurement.step_record import Part, StepRecord
 from ebbtide.planning.step_end import SCALARS_BYTES, end_bytes
 from ebbtide.report.plan import Plan
@@ -42,6 +44,8 @@ _SLACK_BYTES = 2**10
 _FROM_NOW_ON = ". From the next step on there is room for it, or the budget is refused"
 _OF_GRAPHS = (Part.FORWARD, Part.BACKWARD, Part.RETAINED, Part.AGAIN)
 _EVERY = 100
+_RISE, _LEAST_RISE_BYTES = 16, 2**20
+"""A part of the budget, and the least, by which the process has to rise for a step to be recorded."""
 _MOST_TRIES = (
     3  # records in a row that come to nothing, of forwards that have no backward, before the next is waited for
 )
@@ -87,6 +91,7 @@ class Judge:
     learned: Learned
     _samples: dict[CallSlot, _Sample] = field(default_factory=dict[CallSlot, _Sample])
     _recorded: weakref.ref[PendingStep] | None = None  # the last
+    _high_bytes: int = 0  # that the process had at the last call
     _verdict: BudgetExceeded | str = ""
     _said: set[tuple[CallSlot, Part]] = field(default_factory=set[tuple[CallSlot, Part]])
 
@@ -130,6 +135,8 @@ class Judge:
             return  # of one that nobody expected it is said already that it may exceed the budget
         sample = self._samples.setdefault(slot, _Sample())
         sample.steps += 1
+        if now.device == "cpu" and self._has_risen(executable.plan.budget_bytes):
+            sample.due = min(sample.due, sample.steps)
         if alone and sample.known_with != now.hooks and learned.is_known(slot, now.hooks):
             sample.known_with = now.hooks
         news = alone and (sample.known_with != now.hooks or not learned.windows.knows_after_retained(slot))
@@ -181,6 +188,11 @@ class Judge:
             returned=self._say,
         )
         self._recorded = weakref.ref(pending)
+
+    def _has_risen(self, budget_bytes: int) -> bool:
+        """Whether the process has taken more than ever since this was asked last, by a part of a budget (``_RISE``)."""
+        before, self._high_bytes = self._high_bytes, highest_bytes()
+        return self._high_bytes - before > max(budget_bytes // _RISE, _LEAST_RISE_BYTES)
 
     def _exceeded(
         self,
