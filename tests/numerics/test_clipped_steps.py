@@ -267,10 +267,18 @@ def test_recompute_passes_have_the_bits_of_the_loop_outside(name: str, optimizer
 # -- a gradient scaler ----------------------------------------------------------------------------------------
 
 
-def test_a_scaler_finds_no_gradients_to_unscale_and_is_told() -> None:
+def test_a_scaler_that_scales_a_loss_is_refused_before_anything_is_updated() -> None:
     model = Lora()
     optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu")
     ebbtide.fit(model, "100%", optimizer=optimizer, step="inside", progress=None)
+    before = copy.deepcopy(model.state_dict())
+    loss = model(torch.randn(12, 16))
+    with pytest.raises(UsageError, match=r"Take step=.outside.*Nothing has been updated"):
+        scaler.scale([loss.detach(), loss * 2])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    other = torch.ones(1, requires_grad=True)
+    assert scaler.scale(other).item() > 1  # of another loss
+    torch.amp.GradScaler("cpu", enabled=False).scale(loss).backward()
+    optimizer.step()
+    ebbtide.unfit(model)
     scaler.scale(model(torch.randn(12, 16))).backward()
-    with pytest.raises(UsageError, match=r"GradScaler, whose scale is in this update.*leave step=.inside. out"):
-        scaler.step(optimizer)

@@ -206,6 +206,8 @@ class PendingStep:
             node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
             self.sums = watch_sums(node, self.executable.code)
         node.register_hook(refuse_second_derivative)
+        if self.updates is not None and self.optimizer is not None:
+            self.optimizer.scaled_losses.add(node)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
 

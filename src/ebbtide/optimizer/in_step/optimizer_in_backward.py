@@ -36,6 +36,7 @@ from ebbtide.errors import CaptureError, UpdateError, UsageError
 from ebbtide.optimizer.in_step.coupling import refuse_coupled_steps
 from ebbtide.optimizer.in_step.gradient_guard import GradientGuard, GuardState
 from ebbtide.optimizer.in_step.insertion import UpdateInsertion
+from ebbtide.optimizer.in_step.scaled_losses import ScaledLosses
 from ebbtide.optimizer.in_step.single_parameter import step_parameter
 from ebbtide.optimizer.in_step.update_audit import UpdateAudit
 from ebbtide.optimizer.in_step.updates import names_of
@@ -67,6 +68,7 @@ class OptimizerInBackward:
         total_norm: of the gradients of the last backward that has taken it, before they were clipped.
         gradient_guard: what has been updated and is not cleared.
         update_audit: by the last updates, until ``optimizer.step()`` ends.
+        scaled_losses: refuses scalers of losses.
         has_updated: whether a backward has updated anything, so that the optimizer's state is there.
     """
 
@@ -81,6 +83,7 @@ class OptimizerInBackward:
         self.gradient_guard = GradientGuard(clips=max_norm is not None)
         self.update_audit = UpdateAudit(optimizer, self.gradient_guard)
         self.has_updated = False
+        self.scaled_losses = ScaledLosses()
         self._closed = False
         self._insertion: UpdateInsertion | None = None
         self._module: weakref.ref[torch.nn.Module] | None = None
@@ -100,6 +103,7 @@ class OptimizerInBackward:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
+        self.scaled_losses.close()
         self.gradient_guard.clear()
 
     # -- the step -------------------------------------------------------------------------------------------
