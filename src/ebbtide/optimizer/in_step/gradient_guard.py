@@ -169,10 +169,9 @@ class GradientGuard:
         return UsageError(
             told(
                 f'the gradient of {name} is read before optimizer.step(), or cleared, and step="inside" has applied it '
-                "in the backward",
+                "in the backward: this update cannot be left out any more",
                 f"{_CLIPPED if self._clips else _TO_CLIP}. Look at a loss (torch.isfinite(loss)) before its backward; "
-                "accumulate in ebbtide.no_update(model). For what scales losses (GradScaler, whose scale is in this "
-                'update) or logs gradients, leave step="inside" out',
+                'accumulate in ebbtide.no_update(model). To log gradients, leave step="inside" out',
             )
         )
 
