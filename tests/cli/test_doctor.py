@@ -358,7 +358,7 @@ def test_where_nothing_dominates_there_is_nothing_to_advise() -> None:
     [
         (
             CaptureError("op index returns data", remedy="mask", op="index", source="net.py:9"),
-            "op index returns data; mask",
+            "Mask.\nWhy: op index returns data.",
             Break("op index returns data", "net.py:9", "mask"),
         ),
         (
