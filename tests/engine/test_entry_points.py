@@ -133,7 +133,13 @@ def test_what_is_given_in_both_ways_is_refused_by_name(entry: str, option: str) 
 
 
 REFUSED = [(entry, option) for entry, fields in NOT_TAKEN.items() for option in fields if entry in ENTRIES]
-GIVEN: dict[str, Any] = {"loss": torch.mean, "machine": "h100-80gb", "interrupt": Interrupt(), "planner": "greedy"}
+GIVEN: dict[str, Any] = {
+    "loss": torch.mean,
+    "machine": "h100-80gb",
+    "interrupt": Interrupt(),
+    "planner": "greedy",
+    "on_violation": "raise",
+}
 
 
 @pytest.mark.parametrize(("entry", "option"), REFUSED)

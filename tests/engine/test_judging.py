@@ -339,3 +339,42 @@ def test_a_process_that_rises_has_its_next_step_recorded(monkeypatch: pytest.Mon
     assert any("over its budget" in each for each in step(256))
     with pytest.raises(BudgetError):
         step(256)
+
+
+# -- records that end --------------------------------------------------------------------------------------------------
+
+
+def test_a_backward_that_never_comes_refuses_nobody() -> None:
+    """The loss of a step that is being recorded is kept: other models are planned, and then measured, all the same."""
+    first = ebbtide.fit(chain(), "200%", options=ebbtide.Options(effort=10))
+    kept = first(X).square().mean()
+    assert profiler_active()
+    other = ebbtide.fit(nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)), "200%")
+    other(X[:73]).square().mean().backward()  # ops of a shape that nobody has timed
+    del kept
+    kept = first(X).square().mean()
+    assert profiler_active()
+    for _ in range(5):
+        other(X[:73]).square().mean().backward()
+    step = ebbtide.step_of(other)
+    assert step is not None
+    assert step.measured_above_bytes is not None
+    kept.backward()
+    assert not profiler_active()
+
+
+@pytest.mark.parametrize("ends", ["unfit", "dropped", "given up"])
+def test_a_record_ends_with_its_step(ends: str) -> None:
+    model = ebbtide.fit(chain(), "200%", options=ebbtide.Options(effort=10))
+    loss: torch.Tensor | None = model(X).square().mean()
+    assert profiler_active()
+    match ends:
+        case "unfit":
+            ebbtide.unfit(model)
+        case "dropped":
+            loss = None
+        case _:
+            with ebbtide.measure(model):
+                pass
+    assert not profiler_active()
+    del loss

@@ -329,6 +329,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted = _fitted(model, "unfit")
     del FITTED[model]
     fitted.pending.disturb()
+    fitted.judge.end()
     fitted.gradient_watcher.end()
     if type(model).__dict__.get("_ebbtide_plain") is fitted.plain_class:  # not one that it was given since
         model.__class__ = fitted.plain_class  # pyright: ignore[reportAttributeAccessIssue]

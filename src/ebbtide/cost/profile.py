@@ -31,6 +31,7 @@ from ebbtide.cost.profiling_budget import NotProfiled, arguments_for
 from ebbtide.cost.roofline import roofline_seconds, traffic_bytes
 from ebbtide.measurement.card_peaks import allocated_peak, peaks_kept, reset_peak
 from ebbtide.measurement.cpu_allocations import AllocationRecorder, peak_above
+from ebbtide.measurement.step_record import give_way
 from ebbtide.step.machine import machine_named
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.cards import keep_waiting
@@ -277,6 +278,7 @@ def workspace_alone(call: Call, device: str) -> int:
 
 def _peak_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
     recorder = AllocationRecorder()
+    give_way()
     recorder.start(_PATIENCE_SECONDS)
     try:
         result = call.target(*args, **kwargs)
@@ -292,6 +294,7 @@ def _refuse_retaining(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
         UnexpectedResult: with the bytes.
     """
     recorder = AllocationRecorder()
+    give_way()
     recorder.start(_PATIENCE_SECONDS)
     try:
         call.target(*args, **kwargs)

@@ -41,6 +41,7 @@ from ebbtide.errors import CaptureError, VerificationError
 from ebbtide.measurement.cpu_allocations import profiler_active
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.reserved import out_of_memory_explained
+from ebbtide.measurement.step_record import note_backward
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.updater import using_updater
 from ebbtide.signals import signals_wait
@@ -277,6 +278,10 @@ def run_backward(args: list[Any]) -> Any:
     pending = _pending_step(executable, name)
     if pending is not None:
         pending.siblings.backwards += 1
+    if pending is not None:
+        note_backward(pending.number)
+        if pending.measuring.record is not None:
+            pending.measuring.record.backward_begins(retains=keeps_graph())  # what follows is no code of the user's
     relaid = executable.layouts.relaid(args)
     taken = _begin_updates(executable, pending)
     explained = out_of_memory_explained(executable.plan.budget_bytes)
@@ -372,8 +377,6 @@ def _gradients(
         if retained or again:
             learn_retained(pending, again=again)
         gauge, pending.measuring.gauge = pending.measuring.gauge, None
-        if pending.measuring.record is not None:
-            pending.measuring.record.backward_begins(retains=retained)
     first_runs = executable.first_runs
     checked = first_runs.checked if first_runs.proving == name else None
     backward = (checked or executable.code.plain).backward

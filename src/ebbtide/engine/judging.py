@@ -21,6 +21,7 @@ from typing import Literal
 
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.executor import being_watched
+from ebbtide.engine.first_runs import Phase
 from ebbtide.engine.key import CallSlot
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
@@ -30,7 +31,7 @@ from ebbtide.faults import users_level
 from ebbtide.measurement.card_peaks import levels
 from ebbtide.measurement.leftovers import watches_of
 from ebbtide.measurement.process import highest_bytes
-from ebbtide.measurement.step_record import Part, StepRecord
+from ebbtide.measurement.step_record import Before, Part, StepRecord, ask_to_record
 from ebbtide.planning.step_end import SCALARS_BYTES, end_bytes
 from ebbtide.report.plan import Plan
 from ebbtide.torch_seams.optimizers import gradient_of
@@ -59,12 +60,14 @@ class _Sample:
         steps: how many there were.
         due: the next that is recorded.
         tries: records in a row that came to nothing.
+        gauged: whether the last that was due was measured instead, if nothing has disturbed that.
         known_with: hooks on parameters with which it is known what user code takes.
     """
 
     steps: int = 0
     due: int = 1
     tries: int = 0
+    gauged: bool = False
     known_with: tuple[int, ...] | None = None
 
     def begins(self) -> None:
@@ -107,12 +110,18 @@ class Judge:
             self._recorded = None
         self._say()
 
+    def end(self) -> None:
+        """The model is not fitted any more."""
+        if self._recorded is not None and (recorded := self._recorded()) is not None:
+            recorded.measuring.end_record()
+
     def watch(
         self,
         pending: PendingStep,
         now: CallContext,
         *,
         resident_bytes: int,
+        before: Before,
         optimizers: OptimizerLink,
         still_holds: Callable[[], bool],
         on_violation: Literal["replan", "raise"],
@@ -124,6 +133,7 @@ class Judge:
             pending: it.
             now: what surrounds its call.
             resident_bytes: before it.
+            before: what is known of the blocks of the model's other pending steps.
             optimizers: of the model.
             still_holds: whether its plan, by what is known, would hold for such a call again.
             on_violation: what follows if it goes over its budget.
@@ -141,10 +151,13 @@ class Judge:
             sample.known_with = now.hooks
         news = alone and (sample.known_with != now.hooks or not learned.windows.knows_after_retained(slot))
         due = news or sample.due <= sample.steps
+        if now.device == "cpu" and (due or executable.first_runs.phase is Phase.MEASURING):
+            ask_to_record()
         if now.device == "cpu" and (not due or being_watched(now.device)):
             return
         if pending.measuring.gauge is not None:
-            if not news and sample.steps <= sample.due:
+            sample.gauged = not news and not sample.gauged
+            if sample.gauged:
                 return  # its graphs are measured, if nothing disturbs that; if it does, the next is recorded
             pending.measuring.gauge = None
         if due:
@@ -183,6 +196,7 @@ class Judge:
             now.device,
             start_bytes=resident_bytes,
             freed=watches_of(each for each in map(gradient_of, leaves) if each is not None),
+            before=before,
             resets=due and not on_cpu and (news or levels()[0] > executable.plan.budget_bytes),
             done=done,
             returned=self._say,

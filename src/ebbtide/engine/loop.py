@@ -435,7 +435,7 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
     """The forward of ``call`` under ``executable``."""
     pending = _pending(model, step, executable, now)
     alone = not model.pending
-    model.pending.disturb()
+    before = model.pending.disturb(pending.number)
     choose_checks(pending, now.device)
     if executable.code.updates and pending.optimizer is not None and not pending.optimizer.has_updated:
         pending.measuring.gauge = None  # the optimizer makes its state in this step, which is counted as there already
@@ -444,6 +444,7 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
         pending,
         now,
         resident_bytes=step.resident_bytes(now),
+        before=before,
         optimizers=model.optimizers,
         still_holds=lambda: executable.differs(_demand(model, step, now)) is None,
         on_violation=configuration.on_violation,
@@ -460,6 +461,8 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
         raise
     step.ran(executable)
     pending.register(outputs)
+    if pending.node is None:  # nobody could say when its backward begins, or that none comes
+        pending.measuring.end_record()
     _ran(model, step, pending, now)
     model.calls.count_planned()
     outputs, guards = guarded(outputs, detached)

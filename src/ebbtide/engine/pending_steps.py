@@ -39,7 +39,7 @@ from ebbtide.errors import CaptureError
 from ebbtide.faults import users_level
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.peak import StepGauge
-from ebbtide.measurement.step_record import StepRecord
+from ebbtide.measurement.step_record import Before, StepRecord
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.torch_seams.autograd import is_function_node, saved_by
@@ -253,10 +253,18 @@ class PendingSteps:
     def __bool__(self) -> bool:
         return bool(self.by_number)
 
-    def disturb(self) -> None:
-        """A forward of the model starts, or the model is not fitted any more."""
+    def disturb(self, number: int = 0) -> Before:
+        """A forward of the model starts, that of step ``number``, or the model is not fitted any more.
+
+        Returns:
+            what is known of the blocks of the others.
+        """
+        before = Before(number)
         for each in list(self.by_number.values()):
+            if (record := each.measuring.record) is not None and (found := record.end_for(number)).recorded:
+                before = found
             each.measuring.give_up()
+        return before
 
 
 def _keepers() -> list[PendingStep]:

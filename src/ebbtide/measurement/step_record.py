@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,7 +22,7 @@ from ebbtide.torch_seams.patches import Patch
 from ebbtide.torch_seams.profiler import before_other_profiles
 from ebbtide.torch_seams.storages import StorageWatch
 
-__all__ = ["Part", "StepRecord", "Taken", "give_way"]
+__all__ = ["Before", "Part", "StepRecord", "Taken", "ask_to_record", "give_way", "note_backward"]
 
 _recording: set[StepRecord] = (
     set()
@@ -33,6 +33,36 @@ def give_way() -> None:
     """Somebody is about to record allocations on CPU: no step is recorded any more."""
     for each in list(_recording):
         each.end()
+
+
+def ask_to_record() -> None:
+    """A step is about to run that should be recorded or measured: once, it waits for another's record to end."""
+    for each in list(_recording):
+        each.asked += 1
+        if each.given_up or each.asked > 1:
+            each.end()
+
+
+def note_backward(number: int) -> None:
+    """The backward of that step begins, which frees what its forward has taken (``Before``)."""
+    for each in list(_recording):
+        if number < each.before.number and number not in each.before.recorded:
+            each.is_known = False
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What the steps that are pending when a record begins have taken, on CPU.
+
+    Attributes:
+        number: of the recorded step; those before it have lower ones.
+        recorded: numbers of those whose blocks are known.
+        blocks: that they have taken, size by address: nobody else sees it where they are given back.
+    """
+
+    number: int = 0
+    recorded: frozenset[int] = frozenset()
+    blocks: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 class Part(enum.Enum):
@@ -76,10 +106,15 @@ class _OnCpu:
 
     _SIZES = ((61, 53, 59, 47), (53, 47, 61, 59), (59, 61, 47, 53), (47, 59, 53, 61), (61, 47, 53, 59))
 
-    def __init__(self, start_bytes: int, freed: Sequence[StorageWatch]) -> None:
+    def __init__(self, start_bytes: int, freed: Sequence[StorageWatch], blocks: Mapping[int, int]) -> None:
         self._start_bytes, self._may_go = start_bytes, freed
         self._gone = [0]
-        self._recorder = AllocationRecorder()
+        self._recorder = AllocationRecorder(dict(blocks))
+
+    @property
+    def blocks(self) -> Mapping[int, int]:
+        """When it has ended: those in use, size by address."""
+        return self._recorder.live
 
     def begin(self) -> bool:
         try:
@@ -116,6 +151,7 @@ class _OnCard:
         self._resets = resets
         self._found: list[Taken] = []
         self._highest = self._last = self._level = 0
+        self.blocks: Mapping[int, int] = {}  # the allocator knows them
 
     def begin(self) -> bool:
         self._last, self._level = levels()
@@ -148,6 +184,7 @@ class StepRecord:
         device: ``"cpu"`` or ``"cuda"``.
         start_bytes: resident before the step, on CPU; a card's allocator knows.
         freed: watches what is resident and may go in the step, on CPU, where nobody sees that.
+        before: what other pending steps have taken.
         resets: whether a card's statistic is reset.
         done: called once with the record, when it is over.
         returned: called without arguments when the user's backward has returned and the record is over; what it raises
@@ -157,6 +194,10 @@ class StepRecord:
         steady: whether a card is read and nothing else done.
         parts: what each took, as far as the step has come; valid when it is over.
         retains: whether the last backward retained the graph, so that the record goes on after it.
+        before: as given.
+        is_known: whether all that was freed in it is known.
+        asked: how often others would have recorded.
+        given_up: whether it ends as soon as it can.
     """
 
     def __init__(
@@ -165,19 +206,22 @@ class StepRecord:
         *,
         start_bytes: int,
         freed: Sequence[StorageWatch] = (),
+        before: Before | None = None,
         resets: bool = True,
         done: Callable[[StepRecord], None],
         returned: Callable[[], None],
     ) -> None:
         self.parts: dict[Part, Taken] = {}
         self.retains = False
-        self._source = _OnCard(resets=resets) if device == "cuda" else _OnCpu(start_bytes, freed)
+        self.before, self.is_known, self.asked = before or Before(), True, 0
+        blocks = self.before.blocks
+        self._source = _OnCard(resets=resets) if device == "cuda" else _OnCpu(start_bytes, freed, blocks)
         self.steady = device == "cuda" and not resets
         self._done, self._tell = done, returned
         self._thread = threading.get_ident()  # a profiler has to be stopped where it was started
         self._patches: list[BackwardWatch | Patch] = []
         self._part = Part.FORWARD
-        self._given_up = False
+        self.given_up = False
         self.open = False
 
     @property
@@ -187,8 +231,16 @@ class StepRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the step has come to the end of a backward."""
-        return Part.AFTER in self.parts
+        """Whether the step has come to the end of a backward, and is known."""
+        return self.is_known and Part.AFTER in self.parts
+
+    def end_for(self, number: int) -> Before:
+        """End; what the step of that ``number``, which is about to run, finds of it."""
+        was_open = self.open
+        self.end()
+        if not was_open or self.open:
+            return Before(number)
+        return Before(number, self.before.recorded | {self.before.number}, self._source.blocks)
 
     def begin(self) -> None:
         """The forward graph starts. Does nothing while somebody's profiler runs."""
@@ -217,7 +269,7 @@ class StepRecord:
     def end(self) -> None:
         """The step is given up, or its graph is gone. Inside of a backward, its end is waited for."""
         if not self.open or (not self.steady and (in_backward() or self._thread != threading.get_ident())):
-            self._given_up = True
+            self.given_up = True
             return
         self.open = False
         _recording.discard(self)
@@ -241,7 +293,7 @@ class StepRecord:
         """One of any model; it may be inside of another."""
         if not self.steady and (in_backward() or self._thread != threading.get_ident()):
             return
-        if self._given_up:
+        if self.given_up:
             self.end()
         elif self._part is Part.BACKWARD or (self._part in (Part.AFTER, Part.AGAIN) and not self.retains):
             self.end()
