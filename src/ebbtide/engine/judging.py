@@ -43,7 +43,7 @@ __all__ = ["Judge"]
 _SLACK_BYTES = 2**10
 """For single numbers that user code makes in a step, such as a scaled loss and its gradient."""
 _FROM_NOW_ON = ". From the next step on there is room for it, or the budget is refused"
-_OF_GRAPHS = (Part.FORWARD, Part.BACKWARD, Part.RETAINED, Part.AGAIN)
+_OF_GRAPHS = (Part.FORWARD, Part.BACKWARD, Part.AGAIN)
 _EVERY = 100
 _RISE, _LEAST_RISE_BYTES = 16, 2**20
 """A part of the budget, and the least, by which the process has to rise for a step to be recorded."""
