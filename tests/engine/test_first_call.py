@@ -23,6 +23,7 @@ from torch import nn
 import ebbtide
 from ebbtide.cost import profile, profiling_budget
 from ebbtide.cost.call import Call, TensorSpec
+from ebbtide.cost.mapped import mapped
 from ebbtide.cost.profile import profile_calls
 from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
 
@@ -158,13 +159,30 @@ def test_what_is_not_free_is_borrowed() -> None:
     assert torch.equal(other, before[1])
 
 
-def test_only_memory_of_the_same_type_and_enough_of_it_is_borrowed() -> None:
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each file that operands lie in."""
+    found: list[int] = []
+
+    def counted(count: int, dtype: torch.dtype) -> torch.Tensor:
+        found.append(count * dtype.itemsize)
+        return mapped(count, dtype)
+
+    monkeypatch.setattr(profiling_budget, "mapped", counted)
+    return found
+
+
+def test_only_memory_of_the_same_type_and_enough_of_it_is_borrowed(files: list[int]) -> None:
     lenders = [
         torch.randn(SIDE),
         torch.randn(SIDE, SIDE, dtype=torch.float64),
         torch.zeros(SIDE, SIDE, dtype=torch.int32),
     ]
-    assert taken(PRODUCT, ProfilingBudget(BYTES, lenders)) == 2 * BYTES
+    assert taken(PRODUCT, ProfilingBudget(BYTES, lenders)) == 0
+    assert files[:2] == [BYTES, BYTES], "both lie in files of their own"
+    files.clear()
+    assert taken(PRODUCT, ProfilingBudget(BYTES, [*lenders, torch.randn(SIDE, SIDE)])) == 0
+    assert not files
 
 
 def test_what_is_written_to_borrows_nothing() -> None:
@@ -174,6 +192,22 @@ def test_what_is_written_to_borrows_nothing() -> None:
     assert bool((weight == 1).all())
 
 
-def test_integers_that_do_not_fit_are_estimated() -> None:
-    call = Call(torch.ops.aten.neg.default, (TensorSpec((SIDE,), (1,), torch.int64, "cpu"),), {}, (), "neg")
-    assert taken(call, ProfilingBudget(8, [torch.zeros(SIDE, dtype=torch.int64)])) == -1
+INTEGERS = TensorSpec((SIDE,), (1,), torch.int64, "cpu")
+NEGATED = Call(torch.ops.aten.neg.default, (INTEGERS,), {}, (INTEGERS,), "neg")
+
+
+def test_integers_that_do_not_fit_lie_in_files(files: list[int]) -> None:
+    lender = torch.ones(SIDE, dtype=torch.int64)
+    assert taken(NEGATED, ProfilingBudget(SIDE * 8, [lender])) == 0
+    assert files[0] == SIDE * 8
+    assert bool((lender == 1).all())
+
+
+def test_integers_that_do_not_fit_are_estimated_where_no_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int, dtype: torch.dtype) -> torch.Tensor:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(profiling_budget, "mapped", full)
+    there = ProfilingBudget(SIDE * 8, [torch.zeros(SIDE, dtype=torch.int64)])
+    assert taken(NEGATED, there) == -1
+    assert not there.knows_all

@@ -189,8 +189,8 @@ def test_slices_that_are_not_those_of_the_whole_on_these_numbers_are_found_by_a_
     (plan,) = planned(HeadRule(), FORMS["plain"](), arguments(), "rows", room=TOKENS * CLASSES * 4)
     whole = Operands.logits
 
-    def sliced(x: Operands) -> torch.Tensor:
-        made = whole(x)
+    def sliced(x: Operands, out: torch.Tensor | None = None) -> torch.Tensor:
+        made = whole(x, out)
         return made if x.h.shape[0] == TOKENS else off_by_a_bit(made)
 
     with monkeypatch.context() as patched:

@@ -46,8 +46,9 @@ from ebbtide.report.plan import Plan
 from ebbtide.rewrites.choices import Finish, alternatives_of, itself
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import LossPlace
+from ebbtide.step.refused_budget import refused_budget
 from ebbtide.step.schedule import Schedule
-from ebbtide.units import Budget, format_allowed, format_bytes
+from ebbtide.units import Budget, format_bytes
 
 _ASKED = "the questions that the model asks of values of its inputs"
 _ASK_OUTSIDE = "ask it outside of the model and give the forward what comes of it as a Python bool"
@@ -515,17 +516,18 @@ def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> 
     if needed <= plan.budget_bytes:
         return replace(roomy, budget_bytes=plan.budget_bytes, reserve_bytes=needed - roomy.predicted_peak_bytes)
     needed = max(needed, wanted.options.known_smallest_bytes)
-    raise BudgetError(
-        f"a budget of {format_allowed(plan.budget_bytes)} ({plan.budget_bytes} bytes) is too small for a backward with "
-        f"retain_graph=True, as one was before, which keeps what was saved for it: the smallest for which a plan was "
-        f"found is {format_bytes(needed)} ({needed} bytes). Ask for that or more (of a fitted model: "
-        "ebbtide.set_budget), or retain no graph",
+    raise refused_budget(
+        "a backward retained its graph before (retain_graph=True), and what is saved for it stays: no plan within the "
+        "budget was found that has room for that",
+        remedy=f"ask for {needed} bytes or more (of a fitted model: ebbtide.set_budget), or retain no graph",
         budget_bytes=plan.budget_bytes,
         floor_bytes=roomy.floor_bytes,
         smallest_bytes=needed,
-        resident_bytes=roomy.resident_bytes + roomy.reserve_bytes,
-        pinned_by="a retained graph",
+        resident_bytes=roomy.resident_bytes,
+        reserve_bytes=roomy.reserve_bytes,
         resident_parts=wanted.options.resident_parts,
+        pinned_by="a retained graph",
+        needs=[("smallest for which a plan was found", needed, "with room for what is saved")],
     )
 
 
