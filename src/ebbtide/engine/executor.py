@@ -278,7 +278,6 @@ def run_backward(args: list[Any]) -> Any:
     pending = _pending_step(executable, name)
     if pending is not None:
         pending.siblings.backwards += 1
-    if pending is not None:
         note_backward(pending.number)
         if pending.measuring.record is not None:
             pending.measuring.record.backward_begins(retains=keeps_graph())  # what follows is no code of the user's

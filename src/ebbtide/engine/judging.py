@@ -47,9 +47,8 @@ _OF_GRAPHS = (Part.FORWARD, Part.BACKWARD, Part.AGAIN)
 _EVERY = 100
 _RISE, _LEAST_RISE_BYTES = 16, 2**20
 """A part of the budget, and the least, by which the process has to rise for a step to be recorded."""
-_MOST_TRIES = (
-    3  # records in a row that come to nothing, of forwards that have no backward, before the next is waited for
-)
+_MOST_TRIES = 3
+"""Records in a row that come to nothing, of forwards without a backward, before the next is waited for."""
 
 
 @dataclass(slots=True)
