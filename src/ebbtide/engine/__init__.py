@@ -26,7 +26,8 @@ What has to be as in eager:
 - ``hook_order`` and ``gradient_watcher``: when gradients reach parameters, and which backwards made them.
 - ``tangent_layouts``: gradients of outputs that arrive in other memory layouts than were traced.
 - ``shared_gradients``: sums of gradients that eager adds up in another order, which is said.
-- ``unused``: gradients that no used output depends on; ``snapshot``: what a failed proof puts back.
+- ``unused``: gradients that no used output depends on; ``partial_backward``: backwards for some of the gradients.
+- ``snapshot``: what a failed proof puts back.
 - ``copies``: copies and pickles, which are plain models.
 - ``derivatives``, ``linked_outputs`` and ``offload_hooks``: what no step has, refused by name; ``frozen``: a loss that
   takes no gradient.

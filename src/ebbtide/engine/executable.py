@@ -253,7 +253,7 @@ def executable_of(
     return Executable(
         plan=plan,
         validity=validity,
-        code=code_of(captured, lowered, device=device, tiers=tiers),
+        code=code_of(captured, lowered, plan.schedule, device=device, tiers=tiers),
         first_runs=first_runs,
         measured=Measured(unsplit_bytes=unsplit_bytes(plan.program) if device == "cuda" else 0),
         layouts=layouts,

@@ -381,6 +381,9 @@ def _gradients(
     backward = (checked or executable.code.plain).backward
     if relaid is not None:
         backward = relaid.backward(None if checked is None else first_runs.fingerprints) or backward
+    elif retained and checked is None and not executable.code.moves:
+        node = None if pending is None or pending.node is None else pending.node()
+        backward = (None if node is None else executable.code.partial.of(node)) or backward
     if checked is not None:
         backward = functools.partial(_proven, executable, backward, pending)
     if taken is not None:

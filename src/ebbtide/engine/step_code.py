@@ -15,11 +15,13 @@ from torch import fx
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.output_links import Links, links_of
 from ebbtide.engine.hook_order import gradient_order
+from ebbtide.engine.partial_backward import PartialBackwards
 from ebbtide.engine.unused import UnusedOutputs
 from ebbtide.lower.lowering import Lowered, lower
 from ebbtide.lower.proof import prove
 from ebbtide.optimizer.in_step.updates import updates_in
 from ebbtide.report.plan import Plan
+from ebbtide.step.schedule import Schedule
 from ebbtide.torch_seams.graphs import boxed_codegen
 from ebbtide.transfers.arena import Arena
 from ebbtide.transfers.paths import TransferPath
@@ -47,6 +49,7 @@ class StepCode:
         gradient_order: per tensor that goes in, when its gradient reaches it (``hook_order``).
         sums: per primal that is read several times, so that its gradient is a sum, its place among the tensors that go
             in.
+        partial: backwards for some of its gradients.
         unused: drops gradients that no used output depends on.
         links: between outputs of its forward.
         updates: of a step with the optimizer in it, names of the parameters that it updates, by position among the
@@ -64,6 +67,7 @@ class StepCode:
     output_count: int
     gradient_order: tuple[int, ...]
     sums: Mapping[int, int]
+    partial: PartialBackwards
     unused: UnusedOutputs
     links: Links
     updates: Mapping[int, str]
@@ -105,8 +109,10 @@ def lowered_and_proven(captured: Captured, plan: Plan) -> Lowered:
     return lowered
 
 
-def code_of(captured: Captured, lowered: Lowered, *, device: str, tiers: Mapping[str, TransferPath]) -> StepCode:
-    """The code of ``captured`` as ``lowered``; nothing can be changed in the graphs from here on."""
+def code_of(
+    captured: Captured, lowered: Lowered, schedule: Schedule, *, device: str, tiers: Mapping[str, TransferPath]
+) -> StepCode:
+    """The code of ``captured``, ``lowered`` for ``schedule``; nothing can be changed in the graphs from here on."""
     updates = {each.position: each.parameter for each in updates_in(captured).values()}
     tensors = [i for i, node in enumerate(captured.primals) if isinstance(node.meta.get("val"), torch.Tensor)]
     return StepCode(
@@ -115,6 +121,7 @@ def code_of(captured: Captured, lowered: Lowered, *, device: str, tiers: Mapping
         output_count=captured.forward_output_count,
         gradient_order=gradient_order(captured),
         sums={i: tensors.index(i) for i in _sums(captured)} if not updates else {},
+        partial=PartialBackwards(captured, schedule),
         unused=UnusedOutputs(captured),
         links=links_of(captured),
         updates=updates,

@@ -36,6 +36,7 @@ __all__ = [
     "release_failed_backward",
     "saved_by",
     "when_backward_ends",
+    "will_run",
 ]
 
 _LEAF = 2**64 - 1  # the sequence number of AccumulateGrad
@@ -78,6 +79,14 @@ def when_backward_ends(ends: Callable[[], None]) -> None:
 def keeps_graph() -> bool:
     """Whether the backward that runs on this thread was asked to retain its graph."""
     return bool(_autograd._get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs on this thread comes to ``node``, or is asked for the gradient of its leaf."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # which says that it does not tell of leaves that ``torch.autograd.grad`` is asked for
+        return True
 
 
 def saved_by(node: Any) -> tuple[Any, ...]:

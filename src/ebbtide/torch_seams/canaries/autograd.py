@@ -52,6 +52,36 @@ def backwards_have_numbers() -> None:
     expect(-1 not in _Node.tasks and len(set(_Node.tasks)) == 2, f"backwards have the numbers {_Node.tasks}")
 
 
+class _Asking(torch.autograd.Function):
+    runs: tuple[bool, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first * second
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        output: Tensor = _Asking.output  # type: ignore[attr-defined]
+        assert output.grad_fn is not None
+        _Asking.runs = tuple(autograd.will_run(node) for node, _ in output.grad_fn.next_functions)
+        return gradients[0], gradients[0]
+
+
+@canary
+def a_backward_knows_where_it_will_come() -> None:
+    """Of the nodes behind one that runs, it comes to those that gradients are asked of: of all, or of a few."""
+    leaf = torch.ones((), requires_grad=True)
+    inner = torch.ones((), requires_grad=True) * 2
+    output: Tensor = _Asking.apply(leaf, inner)  # type: ignore[assignment]
+    _Asking.output = output  # type: ignore[attr-defined]
+    for asked, runs in (((leaf,), (True, False)), ((inner,), (False, True)), ((leaf, inner), (True, True))):
+        torch.autograd.grad(output, asked, retain_graph=True)
+        expect(_Asking.runs == runs, f"asked for some gradients, nodes are said to run as {_Asking.runs}")
+    output.backward()
+    del _Asking.output  # type: ignore[attr-defined]
+    expect(_Asking.runs == (True, True), "a whole backward is said to leave nodes out")
+
+
 @canary
 def backwards_are_counted() -> None:
     """Each backward of the process takes the next number, so that those that began are counted without any hook."""
