@@ -10,7 +10,8 @@ A step is planned for one device that holds the whole model. So these are refuse
 5. wrappers that train a model in several processes or on several devices: their forward talks to the others, and the
    model that is planned is the one inside;
 6. under ``fit`` a ``LightningModule``: its trainer calls ``training_step``, so a planned ``forward`` holds nothing;
-7. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
+7. models of which ``fully_shard`` or ``parallelize_module`` has made DTensors (``engine/sharded.py``);
+8. models on a device that is neither CPU nor CUDA; under ``fit`` also those without memory (``meta``, fake tensors).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import cast
 import torch
 
 from ebbtide.engine.offload_hooks import refuse_offload_hooks
+from ebbtide.engine.sharded import refuse_sharded
 from ebbtide.errors import UsageError
 from ebbtide.names import did_you_mean
 from ebbtide.optimizer.in_step.coupling import refuse_coupled_steps
@@ -80,7 +82,7 @@ def require_call(args: object, kwargs: object) -> None:
 
 
 def refuse_to_fit(model: torch.nn.Module) -> None:
-    """Refuse a model of which no step can be trained under a plan (definitions 1 to 3 and 5 to 7).
+    """Refuse a model of which no step can be trained under a plan (definitions 1 to 3 and 5 to 8).
 
     Raises:
         UsageError: naming what stands in the way and what to do.
@@ -88,6 +90,7 @@ def refuse_to_fit(model: torch.nn.Module) -> None:
     _refuse_lightning(model)
     _refuse_scripts(model)
     _refuse_spread(model)
+    refuse_sharded(model)
     refuse_offload_hooks(model)
     _refuse_lazy(model)
     for name, tensor in _tensors(model):
@@ -173,6 +176,7 @@ def refuse_to_plan(model: torch.nn.Module, arguments: object) -> None:
     """
     _refuse_scripts(model)
     _refuse_spread(model)
+    refuse_sharded(model, arguments)
     refuse_offload_hooks(model)
     _refuse_lazy(model)
     _refuse_many_devices(model)

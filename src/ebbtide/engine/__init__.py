@@ -29,6 +29,6 @@ What has to be as in eager:
 - ``unused``: gradients that no used output depends on; ``partial_backward``: backwards for some of the gradients.
 - ``snapshot``: what a failed proof puts back.
 - ``copies``: copies and pickles, which are plain models.
-- ``derivatives``, ``linked_outputs`` and ``offload_hooks``: what no step has, refused by name; ``frozen``: a loss that
-  takes no gradient.
+- ``derivatives``, ``linked_outputs``, ``offload_hooks`` and ``sharded``: what no step has, refused by name;
+  ``frozen``: a loss that takes no gradient.
 """

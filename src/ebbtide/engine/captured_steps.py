@@ -20,6 +20,7 @@ from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.configuration import Configuration
 from ebbtide.engine.offload_hooks import refuse_offload_hooks
+from ebbtide.engine.sharded import refuse_sharded
 from ebbtide.engine.shared_calls import Kinds
 from ebbtide.engine.step import Step
 from ebbtide.errors import CaptureError
@@ -90,13 +91,14 @@ class CapturedSteps:
 
         Raises:
             CaptureError: if the key of the call has been captured too often.
-            UsageError: if hooks that move weights are on the model.
+            UsageError: if hooks that move weights are on the model, or its parameters are shards.
         """
         known = self._steps.get(now.key, [])
         for step in reversed(known):
             if step not in rejected:
                 return step
         refuse_offload_hooks(call.module)
+        refuse_sharded(call.module, (call.args, call.kwargs))
         self.configuration.planning.progress(Progress(f"capturing the step of {self.name}"))
         other = self.answered_otherwise(call, now)
         shared_already = any(

@@ -41,6 +41,7 @@ from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
 from ebbtide.engine.pending_steps import Holdings, Overlap, PendingStep, learn_overlap, returned_tensors
 from ebbtide.engine.plans import PlanTask, demand_of, plan_for, warn_of_forward
+from ebbtide.engine.sharded import refuse_newly_sharded
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
 from ebbtide.engine.validity import Demand, Validity
@@ -139,6 +140,7 @@ def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     """Open around a call, which it refuses where no step can be planned; gives the error that was handled before."""
     if call.device not in ("cpu", "cuda"):
         refuse_place(call.module, call.device)
+    refuse_newly_sharded(call.module)
     refuse_transforms()
     release_failed_backward()
     note_planned_again()

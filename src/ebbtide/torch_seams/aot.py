@@ -297,4 +297,5 @@ def _count_of_plain(value: Any) -> int:
 
     if not is_a(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
         return 1
-    return sum(_count_of_plain(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+    return sum(_count_of_plain(each) for each in parts if is_a(each, torch.Tensor))

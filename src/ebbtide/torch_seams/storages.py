@@ -185,8 +185,10 @@ def _elements(value: object, depth: int) -> list[tuple[object, int]]:
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors whose storages are the memory of ``tensor``: itself, or what a sparse or wrapping one is made of."""
     if (flatten := getattr(type(tensor), "__tensor_flatten__", None)) is not None:
-        for name in flatten(tensor)[0]:
-            yield from parts_of(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in flatten(tensor)[0])
+        for each in parts:
+            if is_a(each, torch.Tensor):  # a DTensor of 2.13 has its mesh among them
+                yield from parts_of(each)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

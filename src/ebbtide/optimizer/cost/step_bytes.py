@@ -37,6 +37,7 @@ from ebbtide.torch_seams.fake_tensors import (
     without_modes,
 )
 from ebbtide.torch_seams.optimizers import is_torchs_own
+from ebbtide.torch_seams.storages import parts_of
 
 __all__ = ["STEPS", "TORCHS_STEPS", "step_bytes"]
 
@@ -100,8 +101,9 @@ def _key_of(parameter: torch.Tensor) -> object:
 
 
 def _found_out(optimizer: torch.optim.Optimizer, groups: Sequence[_Group], device: str | None) -> int | None:
-    lenders = [each for group in groups for each in group["params"]]
-    kernels = _Kernels(any(device not in (None, each.device.type) for each in lenders))
+    stepped = [each for group in groups for each in group["params"]]
+    lenders = [part for each in stepped for part in parts_of(each)]
+    kernels = _Kernels(any(device not in (None, each.device.type) for each in stepped))
     found: list[int] = []
     with (
         signals_wait(),

@@ -29,6 +29,7 @@ from ebbtide.torch_seams.canaries import (
     offloaded,
     optimizers,
     patches,
+    sharding,
     storages,
     tracing,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "optimizers",
     "patches",
     "run",
+    "sharding",
     "storages",
     "tracing",
 ]
