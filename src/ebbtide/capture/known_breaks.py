@@ -19,7 +19,7 @@ from ebbtide.torch_seams.storages import buffer_table
 from ebbtide.torch_seams.tracing import PYTHON_DRAWS
 from ebbtide.user_objects import attributes_of
 
-__all__ = ["LAUNCHES_AS_OPS", "is_only_in_traces", "known_break"]
+__all__ = ["LAUNCHES_AS_OPS", "NESTED", "is_only_in_traces", "known_break"]
 
 LAUNCHES_AS_OPS = (
     "Register what launches it as an op (torch.library.custom_op with register_fake and register_autograd, or "
@@ -34,6 +34,14 @@ _DRAW_OUTSIDE = (
     "plan repeats bit by bit"
 )
 _DRAWN = "It draws random numbers with {}, and a captured step can repeat the draws of torch's default generators only."
+
+
+NESTED = (
+    "A nested tensor is several tensors in one, and which of its parts take gradients is not told in a step's graph.",
+    "Give the forward one padded tensor and a mask (torch.nested.to_padded_tensor(x, 0.0)), or the rows in a row and "
+    "where each sequence begins as two tensors (x.values(), x.offsets() of a jagged one)",
+)
+"""Why a step with a nested tensor is not planned, and what to give instead."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,29 @@ _OF_FUNCTIONS = (
         "Let it compute tensors and return them, and do the rest outside of the forward",
     ),
 )
+_OF_KINDS = (
+    _Break(
+        r"Attempted to wrap sparse Tensor",
+        "It reads or makes a sparse tensor, which becomes part of no graph of torch's compiler.",
+        "Give the forward copies of its index and values (of adj.to_sparse_coo().coalesce() indices().clone() and "
+        "values().clone()) and add up rows: torch.zeros_like(x).index_add(0, rows, values[:, None] * x[columns]); or "
+        "make it dense before the call (adj.to_dense())",
+    ),
+    _Break(
+        r"meta converter nyi|as_strided\.default at dispatch key \w+\.Sparse",
+        "It reads the index or the values of a sparse tensor, which share its memory.",
+        "Give the forward copies of them (adj.indices().clone(), adj.values().clone())",
+    ),
+    _Break(r"Attempted to wrap strided NestedTensor", *NESTED),
+    _Break(
+        r"quantized nyi",
+        "It reads a quantized tensor (torch.quantize_per_tensor), which torch's compiler takes into no graph.",
+        "Dequantize it before the call (x.dequantize()), or keep integers and a scale and multiply in the forward",
+    ),
+)
 _ON_FAKE = r"Cannot access data pointer of Tensor"
 _BREAKS = (
+    *_OF_KINDS,
     _Break(
         CUT,
         "A reentrant checkpoint over arguments without gradients trains nothing, and it returns no plain tensor.",

@@ -14,7 +14,7 @@ import itertools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from torch import fx
 
 from ebbtide.capture.cuda.batch_norm import cudnn_batch_norms
 from ebbtide.capture.cuda.kernels import cuda_kernels, refuse_autocast
-from ebbtide.capture.known_breaks import is_only_in_traces
+from ebbtide.capture.known_breaks import NESTED, is_only_in_traces
 from ebbtide.capture.loss import loss_only, marks_in_graphs, settle_roles
 from ebbtide.capture.numbers import Numbers, numbers_apart
 from ebbtide.capture.refusals import ours_inside, refusal, tells_torchs, users_line
@@ -59,9 +59,11 @@ from ebbtide.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
 from ebbtide.torch_seams.graphs import data_dependent_guard_type
 from ebbtide.torch_seams.input_branches import Question, branches_on_inputs
 from ebbtide.torch_seams.known_branches import Condition, known_branches
+from ebbtide.torch_seams.storages import parts_of
 from ebbtide.torch_seams.tracing import corrected_tracing
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.torch_seams.versions import require_supported_torch
+from ebbtide.user_objects import is_a
 
 __all__ = [
     "Partitioner",
@@ -199,6 +201,7 @@ def compile_step(
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
         _refuse_several(kinds_of_several_tensors(inputs))
+        _refuse_opaque(inputs)
         beside = None if numbers is None else numbers_apart(graph, numbers)
         if beside is not None:
             graph, inputs = beside.graph, beside.without_numbers(inputs)
@@ -231,6 +234,8 @@ def _told_to(kept: Callable[[], Partitioner], compiled: Callable[..., Any]) -> C
 
 def _refuse_several(kinds: list[str]) -> None:
     """Raise for inputs that are several tensors each."""
+    if "NestedTensor" in kinds:
+        raise CaptureError(NESTED[0], remedy=NESTED[1], op="NestedTensor")
     if kinds:
         raise CaptureError(
             f"a parameter or an argument is a tensor that wraps several others ({', '.join(kinds)}), and which "
@@ -238,6 +243,17 @@ def _refuse_several(kinds: list[str]) -> None:
             remedy="Keep what it wraps in buffers and dequantize in the forward, as bitsandbytes' layers do "
             "(Linear8bitLt, Linear4bit), or train the adapters on the unquantized weights",
             op=", ".join(kinds),
+        )
+
+
+def _refuse_opaque(inputs: Iterable[object]) -> None:
+    """Raise for inputs whose memory torch does not show."""
+    opaque = [each.layout for each in inputs if is_a(each, torch.Tensor) and next(parts_of(each), None) is None]
+    if opaque:
+        raise CaptureError(
+            "A parameter or an argument is in a format of oneDNN's (to_mkldnn), whose memory torch does not show",
+            remedy="Give it as a plain tensor (to_dense()): training has no use for that format",
+            op=str(opaque[0]),
         )
 
 
@@ -272,6 +288,8 @@ def capture_settings(here: bool, cuda: tuple[int, int] | None = None) -> Iterato
         # torch's own: Dynamo instantiates custom autograd functions, which torch deprecates.
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
         # Dynamo looks at the gradients of the tensors that it is given; of one that is a result it has to warn.
+        # Of what it cannot trace Dynamo warns in words of its own besides raising an error.
+        warnings.filterwarnings("ignore", message="Dynamo does not know how to trace", category=UserWarning)
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         yield
 

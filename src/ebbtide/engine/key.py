@@ -21,6 +21,7 @@ import torch
 
 from ebbtide.cost.cache import product_precisions
 from ebbtide.torch_seams.hooks import global_hooks
+from ebbtide.torch_seams.storages import has_layout
 from ebbtide.torch_seams.trees import tree_flatten
 from ebbtide.user_objects import attributes_of, builtin_of, elements_of, is_a
 
@@ -114,7 +115,9 @@ def _name_of(kind: Any) -> object:
 
 
 def with_sizes(tensor: torch.Tensor) -> object:
-    """How a tensor is laid out, and whether it takes a gradient."""
+    """How a tensor is laid out, and whether it takes a gradient; of a sparse or a nested one the kind of layout."""
+    if not has_layout(tensor):
+        return (tensor.layout, tensor.is_nested, tensor.dtype, tensor.device, tensor.requires_grad)
     return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 

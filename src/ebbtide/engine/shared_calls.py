@@ -20,6 +20,7 @@ import torch
 
 from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.key import part_of, structure_of, with_sizes
+from ebbtide.torch_seams.storages import has_layout
 from ebbtide.torch_seams.trees import tree_flatten
 from ebbtide.user_objects import is_a
 
@@ -66,7 +67,7 @@ class Kinds:
         """
         leaves, spec = tree_flatten((call.args, call.kwargs))
         tensors = [leaf for leaf in leaves if is_a(leaf, torch.Tensor)]
-        if any(not each.is_contiguous() for each in tensors):
+        if not all(has_layout(each) and each.is_contiguous() for each in tensors):
             return None
         kind = self._kinds.setdefault((rest, structure_of(spec), tuple(_part_of(leaf) for leaf in leaves)), _Kind())
         shapes = tuple(tuple(each.shape) for each in tensors)

@@ -23,6 +23,7 @@ from ebbtide.torch_seams.storages import (
     parameter_table,
     parts_of,
     storage_key,
+    with_storages,
 )
 from ebbtide.user_objects import attributes_of, elements_of, is_a, is_mapping
 
@@ -133,10 +134,12 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for each in modules_in(module):
         for parameter in parameter_table(each).values():
             if parameter is not None:
-                yield parameter
+                yield from with_storages(parameter)
                 if parameter.is_leaf and (gradient := gradient_of(parameter)) is not None:
-                    yield gradient
-        yield from (buffer for buffer in buffer_table(each).values() if buffer is not None)
+                    yield from with_storages(gradient)
+        yield from (
+            part for buffer in buffer_table(each).values() if buffer is not None for part in with_storages(buffer)
+        )
     yield from held_in(module)
 
 

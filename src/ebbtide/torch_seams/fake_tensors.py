@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -214,11 +214,15 @@ def _replace_own(
             table[name] = replaced[id(tensor)][1]  # type: ignore[assignment]
 
 
-def quiet_log() -> Patch:
+@contextmanager
+def quiet_log() -> Iterator[None]:
     """While open, what goes wrong on fake tensors is not logged: it is raised as well."""
     import logging
 
-    return patched(Attribute(logging.getLogger("torch._subclasses.fake_tensor"), "disabled"), True)
+    with ExitStack() as stack:
+        for name in ("torch._subclasses.fake_tensor", "torch._dynamo.utils"):
+            stack.enter_context(patched(Attribute(logging.getLogger(name), "disabled"), True))
+        yield
 
 
 _describing: Counter[int] = Counter()  # per thread, how many described_by are open

@@ -14,6 +14,7 @@ from ebbtide.user_objects import attributes_of, declares, elements_of, is_a, is_
 __all__ = [
     "StorageWatch",
     "buffer_table",
+    "has_layout",
     "has_memory",
     "held_in",
     "modules_in",
@@ -23,6 +24,7 @@ __all__ = [
     "storage_key",
     "version_of",
     "walk",
+    "with_storages",
 ]
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -32,6 +34,8 @@ _PLAIN = frozenset(
 """Numbers of classes: a class of a user's may have a metaclass without a hash."""
 _DEPTH = 4  # of containers in containers
 _MANY, _SAMPLE = 256, 16
+_OPAQUE: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
+"""Of tensors in a format of oneDNN's, whose memory torch does not show."""
 _TORCHS = "torch.nn.modules."
 _plain_names: dict[type, frozenset[str]] = {}
 """Per class of torch's own the names of attributes that hold no tensor in any module: sizes, flags and modes."""
@@ -71,22 +75,25 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
                 hooks += parameter._backward_hooks
             if parameter._post_accumulate_grad_hooks:
                 hooks += parameter._post_accumulate_grad_hooks
-            storage = parameter.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
+            _count(parameter, sizes)
             if parameter.is_leaf and (gradient := parameter.grad) is not None:
-                storage = gradient.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
+                _count(gradient, sizes)
             elif parameter.requires_grad:
                 accumulating = False
         for buffer in each._buffers.values():
             if buffer is not None:
-                storage = buffer.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
+                _count(buffer, sizes)
         held += _attributes(each)
     for tensor in _tensors(held, set(map(id, modules))):
-        storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
+        _count(tensor, sizes)
     return bytes(trained), accumulating, sizes, classes, tuple(hooks)
+
+
+def _count(tensor: torch.Tensor, sizes: dict[int, int]) -> None:
+    """Enter the bytes of the storages of ``tensor`` into ``sizes``."""
+    for part in with_storages(tensor):
+        storage = part.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
 
 
 def modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -152,8 +159,7 @@ def _tensors(values: Iterable[object], seen: set[int]) -> Iterator[torch.Tensor]
         if id(type(value)) in _PLAIN:
             continue
         if is_a(value, torch.Tensor):
-            if has_memory(value):
-                yield value
+            yield from filter(has_memory, with_storages(value))
             if value.is_leaf and (gradient := gradient_of(value)) is not None:
                 waiting.append((gradient, 0))
         elif is_a(value, torch.nn.Module):
@@ -183,7 +189,10 @@ def _elements(value: object, depth: int) -> list[tuple[object, int]]:
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors whose storages are the memory of ``tensor``: itself, or what a sparse or wrapping one is made of."""
+    """The tensors whose storages are the memory of ``tensor``: itself, or what a sparse or wrapping one is made of.
+
+    None of one in a format of oneDNN's (``to_mkldnn``), whose memory torch does not show.
+    """
     if (flatten := getattr(type(tensor), "__tensor_flatten__", None)) is not None:
         parts = (getattr(tensor, name) for name in flatten(tensor)[0])
         for each in parts:
@@ -195,8 +204,13 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
+    elif tensor.layout is not _OPAQUE:
         yield tensor
+
+
+def with_storages(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """``tensor``, or the parts of a sparse one, which has no storage itself."""
+    return (tensor,) if tensor.layout is torch.strided else parts_of(tensor)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -207,6 +221,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().device.type == "cpu"
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def has_layout(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has sizes and strides: not a sparse or a nested one, nor one in a format of oneDNN's."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def version_of(tensor: torch.Tensor) -> int:
