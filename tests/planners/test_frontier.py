@@ -376,15 +376,16 @@ def test_every_budget_that_a_refusal_advises_is_accepted(
     with pytest.raises(BudgetError) as raised:
         make_plan(program, Budget(bytes=1), options=options, **given_to)  # type: ignore[arg-type]
     text, needed = str(raised.value), raised.value.smallest_bytes
-    advised = re.search(r"Ask for (\d+) bytes or ([\d.]+%)", text)
+    advised = re.search(r"Ask for at least (\d+) bytes(?: \(.*? .?i?B\))?(?: or ([\d.]+%))?", text)
     assert advised is not None
     assert int(advised[1]) == needed
-    for budget in (Budget(bytes=needed), Budget.parse(advised[2])):
+    is_more = needed > end.unplanned_bytes(program, resident)
+    assert (advised[2] is None) == is_more
+    for budget in (Budget(bytes=needed), Budget.parse(advised[2] or "100%")):
         made = make_plan(program, budget, options=options, **given_to)  # type: ignore[arg-type]
         assert made.budget_bytes >= needed
         [found] = frontier(program, [budget], ["least_memory"], options=options, **given_to)  # type: ignore[arg-type]
         assert found.budget_bytes == made.budget_bytes
-    is_more = needed > end.unplanned_bytes(program, resident)
     assert (f"a plan keeps {format_bytes(reserve)} ({reserve} bytes) in reserve" in text) == is_more
     bytes_only = replace(options, takes_shares=False)
     with pytest.raises(BudgetError) as raised:

@@ -189,7 +189,7 @@ class Run:
         tell: bool = True,
         **options: Any,
     ) -> nn.Module:
-        """The usual loop: fit, then ``steps`` times zero, ``step(model, i)``, see, and step the optimizer.
+        """The usual loop: fit, then ``steps`` times zero, ``step(model, i)``, step the optimizer, and see.
 
         Args:
             model: to fit.
@@ -215,13 +215,12 @@ class Run:
                 out = None
             inputs.clear()
             with self.step():
-                new = step(model, i)
-            self.see(f"step {i}", new)
-            out = new
-            del new
+                out = step(model, i)
+                if made is not None:
+                    made.step()
+            self.see(f"step {i}", out)
             self.see_model(model, f"step {i}")
             if made is not None:
-                made.step()
                 self.see(f"state {i}", made.state_dict()["state"])
         del out
         return model

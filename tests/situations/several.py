@@ -147,7 +147,7 @@ class Critic(Chain):
 def gan(run: Run, both: Any) -> None:
     """Generator and discriminator in turns, the discriminator frozen in the generator's step."""
     g, d = Chain(p=0.1, loss=False), Critic(depth=4)
-    run.fit(g, 1.3)
+    run.fit(g, 1.3 if both else None)
     if both:
         run.fit(d, 1.3)
     og = torch.optim.Adam(g.parameters(), lr=1e-3)

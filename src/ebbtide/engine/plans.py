@@ -519,7 +519,7 @@ def _with_room_for_retained(wanted: _Wanted, plan: Plan, retained: Retained) -> 
     raise refused_budget(
         "a backward retained its graph before (retain_graph=True), and what is saved for it stays: no plan within the "
         "budget was found that has room for that",
-        remedy=f"ask for {needed} bytes or more (of a fitted model: ebbtide.set_budget), or retain no graph",
+        remedy=f"ask for at least {needed} bytes (of a fitted model: ebbtide.set_budget), or retain no graph",
         budget_bytes=plan.budget_bytes,
         floor_bytes=roomy.floor_bytes,
         smallest_bytes=needed,

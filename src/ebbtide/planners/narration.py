@@ -4,8 +4,8 @@ And what it was at when Ctrl-C ended it, which a note of the ``KeyboardInterrupt
 
 1. On a terminal: one line with a moving bar on standard error, which changes while the call goes on and is gone with
    it.
-2. Elsewhere: one line through ``logging``, as a warning of the logger ``ebbtide``, which is shown where nobody has set
-   logging up.
+2. Elsewhere: a line through ``logging`` and another every minute, as warnings of the logger ``ebbtide``, which are shown
+   where nobody has set logging up.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ INTERRUPTED = "ebbtide was interrupted at this: "
 
 AFTER_SECONDS = 2.0
 TICK_SECONDS = 0.25
+MINUTE = 60.0
 _BAR = 12
 _CLEAR = "\r\x1b[K"
 
@@ -103,7 +104,9 @@ def _tell(narrator: Narrator, why: str, over: threading.Event) -> None:
     if over.wait(AFTER_SECONDS):
         return
     if not _on_terminal():
-        _logger.warning("%s (progress=print tells more, progress=None nothing)", _with(narrator.last, why))
+        _logger.warning("%s (%s; progress=print tells more, progress=None nothing)", why, narrator.last)
+        while not over.wait(MINUTE):
+            _logger.warning("%s (%.0f s)", narrator.last, time.monotonic() - begin)
         return
     try:
         while not over.wait(TICK_SECONDS):

@@ -435,7 +435,10 @@ def _budget_error(
         reason = f"planner {options.planner!r} found no schedule within the budget, which another one finds"
         remedy = "use planner='auto'"
     else:
-        reason = f"no plan within the budget was found{_if_a_share_is_meant(budget)}"
+        found = (
+            "no plan within the budget was found" if floor < unplanned else "no plan takes less than the unplanned step"
+        )
+        reason = f"{found}{_if_a_share_is_meant(budget)}"
         remedy = (
             f"ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}"
             + (", plus what the loss outside takes, which the first step measures" if unmeasured else "")

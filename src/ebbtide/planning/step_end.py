@@ -136,15 +136,16 @@ def budget_to_ask_for(needed_bytes: int, unplanned_bytes: int, *, takes_shares: 
     """Budgets that hold ``needed_bytes``, each accepted by whoever is told so.
 
     Args:
-        needed_bytes: no more than the unplanned step needs with its reserve.
+        needed_bytes: of the step.
         unplanned_bytes: the peak that shares are of.
         takes_shares: whether the budget of whoever is told may be a share.
     """
+    asked = f"{needed_bytes} bytes" + (f" ({format_bytes(needed_bytes)})" if needed_bytes >= 2**10 else "")
     if not takes_shares:
-        return f"{needed_bytes} bytes or more"
-    share = "100%" if needed_bytes > unplanned_bytes else format_share(needed_bytes, unplanned_bytes).replace(" ", "")
-    on_top = " (the reserve is then added)" if needed_bytes > unplanned_bytes else ""
-    return f"{needed_bytes} bytes or {share}{on_top} or more (of a fitted model: ebbtide.set_budget)"
+        return f"at least {asked}"
+    share = format_share(needed_bytes, unplanned_bytes).replace(" ", "")
+    or_share = f" or {share}" if needed_bytes <= unplanned_bytes else ""
+    return f"at least {asked}{or_share} (of a fitted model: ebbtide.set_budget)"
 
 
 def most_of(ends: Iterable[StepEnd], program: Program) -> StepEnd:

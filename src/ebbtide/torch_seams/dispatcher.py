@@ -41,6 +41,22 @@ __all__ = [
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 _AUTOGRAD = DispatchKey.Autograd
 _KEYS = (_AUTOGRAD, _COMPOSITE)
+_aten = torch.ops.aten
+_UNTAGGED_POINTWISE = frozenset(
+    {
+        _aten.elu_backward.default,
+        _aten.hardshrink_backward.default,
+        _aten.hardsigmoid_backward.default,
+        _aten.hardswish.default,
+        _aten.hardswish_backward.default,
+        _aten.hardtanh_backward.default,
+        _aten.leaky_relu_backward.default,
+        _aten.mish_backward.default,
+        _aten.softplus_backward.default,
+        _aten.softshrink_backward.default,
+    }
+)
+"""Elementwise ops that torch has not tagged so."""
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
@@ -50,7 +66,7 @@ def schema_of(op: OpOverload) -> torch.FunctionSchema:
 
 def is_pointwise(op: OpOverload) -> bool:
     """Whether each element of its results depends on the elements at the same place alone."""
-    return torch.Tag.pointwise in op.tags
+    return torch.Tag.pointwise in op.tags or op in _UNTAGGED_POINTWISE
 
 
 def is_composite(op: OpOverload) -> bool:
