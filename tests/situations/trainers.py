@@ -320,9 +320,13 @@ def lightning_inner_net(run: Run) -> None:
     _lightning_loop(run, model, model.training_step)
 
 
-@situation(refused=_BY_NAME, either=True, calls=4, share=0.9)
+@situation(refused=_BY_NAME, either=True, calls=4, captures=4, share=0.9)
 def lightning_redirected(run: Run) -> None:
-    """Lightning's strategy calls ``forward`` while that is replaced by ``training_step``."""
+    """Lightning's strategy calls ``forward`` while that is replaced by ``training_step``, with a new function each time.
+
+    So each call is captured, and the seventeenth refused; the callback of ``ebbtide.integrations.lightning`` fits what
+    the strategy calls.
+    """
     model = run.fit(Lightning(through_forward=False))
 
     def call(x: torch.Tensor, i: int) -> torch.Tensor:
