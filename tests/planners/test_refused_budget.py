@@ -38,7 +38,8 @@ def test_smaller_inputs_help_where_the_fixed_part_fits() -> None:
     text = refusal(6000, resident=5000, reserve=64, options=PlanningOptions(resident_parts=parts))
     assert text == (
         """\
-Ask for at least 9564 bytes (9.34 KiB) or 53.14% (of a fitted model: ebbtide.set_budget), or give the step smaller inputs.
+Ask for at least 9564 bytes (9.34 KiB) or 53.14% (of a fitted model: ebbtide.set_budget), or give the step smaller \
+inputs.
 Why: no plan within the budget was found.
   budget                               5.85 KiB  6000 bytes
   smallest for which a plan was found  9.34 KiB  9564 bytes  53.14 % of the unplanned peak
@@ -54,8 +55,8 @@ of plans with PyTorch's op order and boundary: pinned by gelu_backward0 (gelu_ba
 def test_a_loss_outside_that_nobody_measured_comes_on_top() -> None:
     options = PlanningOptions(provenance=Provenance(loss=LossPlace.OUTSIDE), takes_shares=False)
     assert refusal(6000, resident=5000, options=options).startswith(
-        "Ask for at least 9500 bytes (9.28 KiB), plus what the loss outside takes, which the first step measures, or return the "
-        "loss from forward, or give the step smaller inputs.\n"
+        "Ask for at least 9500 bytes (9.28 KiB), plus what the loss outside takes, which the first step measures, or "
+        "return the loss from forward, or give the step smaller inputs.\n"
     )
 
 
@@ -64,8 +65,8 @@ def test_fewer_weights_help_where_it_does_not(inside: bool) -> None:
     text = refusal(100, options=PlanningOptions(takes_inside=lambda: inside))
     less = '; step="inside" with optimizer= keeps no gradients' if inside else ""
     assert lines(text).startswith(
-        "Ask for at least 4500 bytes (4.40 KiB) or 34.62% (of a fitted model: ebbtide.set_budget), or train fewer weights: "
-        f"weights, gradients and the optimizer's state take 600 B of any budget{less}.\n"
+        "Ask for at least 4500 bytes (4.40 KiB) or 34.62% (of a fitted model: ebbtide.set_budget), or train fewer "
+        f"weights: weights, gradients and the optimizer's state take 600 B of any budget{less}.\n"
         "Why: no plan within the budget was found (a share is a text, '100%').\n"
         " budget 100 B 100 bytes\n"
     )

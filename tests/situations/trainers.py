@@ -322,7 +322,7 @@ def lightning_inner_net(run: Run) -> None:
 
 @situation(refused=_BY_NAME, either=True, calls=4, captures=4, share=0.9)
 def lightning_redirected(run: Run) -> None:
-    """Lightning's strategy calls ``forward`` while that is replaced by ``training_step``, with a new function each time.
+    """Lightning's strategy calls ``forward`` while that is replaced by ``training_step``, each time by a new function.
 
     So each call is captured, and the seventeenth refused; the callback of ``ebbtide.integrations.lightning`` fits what
     the strategy calls.

@@ -4,8 +4,8 @@ And what it was at when Ctrl-C ended it, which a note of the ``KeyboardInterrupt
 
 1. On a terminal: one line with a moving bar on standard error, which changes while the call goes on and is gone with
    it.
-2. Elsewhere: a line through ``logging`` and another every minute, as warnings of the logger ``ebbtide``, which are shown
-   where nobody has set logging up.
+2. Elsewhere: a line through ``logging`` and another every minute, as warnings of the logger ``ebbtide``, which are
+   shown where nobody has set logging up.
 """
 
 from __future__ import annotations
