@@ -138,8 +138,8 @@ def _refuse_partial_gradients(roots: Sequence[Any], inputs: Sequence[Any]) -> No
                     f"the gradient of an output is read ({how}), and other outputs of the same forward are computed "
                     "from it: a planned step has no gradient that comes through those. No gradient was handed out",
                     remedy="fit the submodules before and after that output, each by itself, in bytes that hold "
-                    "both (ebbtide.fit(model.encoder, '8GiB')), take the gradient inside of the forward, or call the plain "
-                    "model (ebbtide.unfit(model))",
+                    "both (ebbtide.fit(model.encoder, '8GiB')), take the gradient inside of the forward, or call the "
+                    "plain model (ebbtide.unfit(model))",
                 )
 
 
