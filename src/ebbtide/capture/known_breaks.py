@@ -19,7 +19,7 @@ from ebbtide.torch_seams.storages import buffer_table
 from ebbtide.torch_seams.tracing import PYTHON_DRAWS
 from ebbtide.user_objects import attributes_of
 
-__all__ = ["LAUNCHES_AS_OPS", "NESTED", "is_only_in_traces", "known_break"]
+__all__ = ["LAUNCHES_AS_OPS", "NESTED", "READ_PLACE", "is_only_in_traces", "known_break"]
 
 LAUNCHES_AS_OPS = (
     "Register what launches it as an op (torch.library.custom_op with register_fake and register_autograd, or "
@@ -27,6 +27,13 @@ LAUNCHES_AS_OPS = (
     "Liger's, are to be left off"
 )
 """What to do about kernels that are launched inside of a model."""
+
+READ_PLACE = (
+    "It indexes by a number that it reads from a tensor (int(), item()), so that the step depends on data.",
+    "Index by a tensor, which needs no number: places = (pointer + torch.arange(n)) % size, then "
+    "queue[:, places] = keys, and queue[:, places] to read; or do it after the call, outside of the forward",
+)
+"""Why a step is not planned that indexes by a number from a tensor, and what to write instead."""
 
 _DRAW_OUTSIDE = (
     "Draw it before the call and give it to the forward as a tensor, so that one plan serves all values "
@@ -135,9 +142,11 @@ _OF_KINDS = (
         "Dequantize it before the call (x.dequantize()), or keep integers and a scale and multiply in the forward",
     ),
 )
+_INDEXED = _Break(r"valid indices \(got SymInt\)", *READ_PLACE)
 _ON_FAKE = r"Cannot access data pointer of Tensor"
 _BREAKS = (
     *_OF_KINDS,
+    _INDEXED,
     _Break(
         CUT,
         "A reentrant checkpoint over arguments without gradients trains nothing, and it returns no plain tensor.",

@@ -23,6 +23,7 @@ __all__ = [
     "expression_of",
     "hint_of",
     "is_checkpointed",
+    "is_read_number",
     "module_stack_of",
     "number_read",
     "size_source",
@@ -38,18 +39,33 @@ def asserts_on_numbers(graph: fx.Graph) -> bool:
     """Whether the forward that this thread captures asserts something about a number that only data tell.
 
     Asked in a backend. Dynamo hands such assertions to the shape environment, which writes out some of them. Where a
-    size depends on data torch asserts things itself.
+    size or a place depends on data torch's operators assert things themselves.
 
     Args:
         graph: Dynamo's.
     """
     context = TracingContext.try_get()
     env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
-    if env is None or not env.deferred_runtime_asserts:
+    asserted = [] if env is None else [each for some in env.deferred_runtime_asserts.values() for each in some]
+    if all(map(_is_an_ops, asserted)):
         return False
     values = (node.meta.get("example_value") for node in graph.nodes)
     sizes = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
     return not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _is_an_ops(assertion: Any) -> bool:
+    """Whether an operator has made the ``assertion``, while its result was described: no code of the user's."""
+    stack = assertion.stack
+    return stack is not None and any(frame.name == "__torch_dispatch__" for frame in stack.summary())
+
+
+def is_read_number(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is an integer that only data tell."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.SymInt) and bool(free_unbacked_symbols(value))
 
 
 def number_read(graph: fx.Graph) -> fx.Node | None:
