@@ -209,3 +209,49 @@ def test_a_decoder_that_reads_an_encoders_output_counts_it_once() -> None:
     del _
     decoder(hidden)[0].backward()
     assert resident(decoder) == parameters(decoder) + BATCH
+
+
+def _of_the_input(loss: torch.Tensor, x: torch.Tensor, model: nn.Module) -> object:
+    loss.backward()
+    return x.grad
+
+
+def _asked_for(loss: torch.Tensor, x: torch.Tensor, model: nn.Module) -> object:
+    return torch.autograd.grad(loss, x)
+
+
+def _of_all_parameters(loss: torch.Tensor, x: torch.Tensor, model: nn.Module) -> object:
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("read", [_of_the_input, _asked_for, _of_all_parameters])
+def test_gradients_that_a_loop_keeps_are_resident(read: Any) -> None:
+    """Adversarial training, gradient surgery: at no parameter, and of a planned backward."""
+    model = ebbtide.fit(Tower(), "1GiB", options=ebbtide.Options(effort=100))
+    x = rows().requires_grad_()
+    gradients = read(model(x)[0], x, model)
+    model.zero_grad()
+    model(rows(1))[0].backward()
+    made = parameters(model) if read is _of_all_parameters else BATCH
+    assert resident(model) == parameters(model) + 2 * BATCH + made
+    del gradients, x
+    model.zero_grad()
+    ebbtide.set_budget(model, "2GiB")
+    model(rows(1))[0].backward()
+    assert resident(model) == parameters(model) + BATCH
+
+
+def test_a_gradient_of_a_tensor_in_a_closure_counts_once() -> None:
+    class Model(Tower):
+        def rows(self, x: Any) -> torch.Tensor:
+            return x + prompt
+
+    prompt = torch.zeros(ROWS, WIDTH, requires_grad=True)
+    model = ebbtide.fit(Model(), "1GiB", options=ebbtide.Options(effort=100))
+    for seed in range(2):
+        model.zero_grad()
+        model(rows(seed))[0].backward()
+    ebbtide.set_budget(model, "2GiB")
+    model.zero_grad()
+    model(rows())[0].backward()
+    assert resident(model) == parameters(model) + 3 * BATCH

@@ -243,3 +243,34 @@ def constant_from_a_list(run: Run) -> None:
             return self.features(x + torch.tensor(numbers)[:64]).square().mean()
 
     run.train(Listed(), lambda m, i: _loss(m, run.x(i, 128, 64)))
+
+
+def _of_the_input(loss: torch.Tensor, x: torch.Tensor, _: Any) -> Any:
+    loss.backward()
+    return x.grad
+
+
+def _asked_for(loss: torch.Tensor, x: torch.Tensor, _: Any) -> Any:
+    return torch.autograd.grad(loss, x)[0]
+
+
+def _of_the_weights(loss: torch.Tensor, _: torch.Tensor, model: Any) -> Any:
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+KEPT = {"of_the_input": _of_the_input, "asked_for": _asked_for, "of_the_weights": _of_the_weights}
+
+
+@variants(KEPT, share=0.8, captures=2)
+def gradients_kept_by_the_loop(run: Run, read: Any) -> None:
+    """Adversarial training, gradient surgery: what one planned backward gave is there in the next planned step."""
+    model = run.fit(Chain(256, 8))
+    for i in range(5):
+        model.zero_grad()
+        with run.step():
+            x = run.x(i, 512, 256).requires_grad_()
+            kept = read(model(x), x, model)
+            _loss(model, x.detach() + 0.1)
+        run.see(f"kept {i}", kept)
+        run.see_model(model, f"step {i}")
+        del kept, x

@@ -39,13 +39,14 @@ from ebbtide.engine.step_handles import ANY_STEP, read_step_handle, step_handle
 from ebbtide.engine.tangent_layouts import Relaid
 from ebbtide.errors import CaptureError, VerificationError
 from ebbtide.measurement.cpu_allocations import profiler_active
+from ebbtide.measurement.leftovers import hand_out, watches_of
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.reserved import out_of_memory_explained
 from ebbtide.measurement.step_record import note_backward
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.updater import using_updater
 from ebbtide.signals import signals_wait
-from ebbtide.torch_seams.autograd import in_backward, keeps_graph
+from ebbtide.torch_seams.autograd import in_backward, keeps_graph, will_accumulate
 from ebbtide.transfers.arena import arena_numbered, gone, travelling
 
 __all__ = [
@@ -291,9 +292,25 @@ def run_backward(args: list[Any]) -> Any:
         if not keeps_graph():
             arena.close()
     gradients = executable.code.unused.dropped(gradients)
+    if executable.code.device == "cpu":
+        _watch_handed_out(executable, pending, gradients)
     if pending is not None and pending.sums is not None:
         pending.sums.note(gradients)
     return gradients
+
+
+def _watch_handed_out(executable: Executable, pending: PendingStep | None, gradients: Sequence[Any]) -> None:
+    """Watch the gradients that no walk over the model finds (``measurement.leftovers``).
+
+    Those of arguments, and where ``torch.autograd.grad`` asks, all: nobody knows where their receiver puts them.
+    """
+    node = None if pending is None or pending.node is None else pending.node()
+    if node is None or will_accumulate(node):
+        found = [gradients[position] for position in executable.code.handed_out]
+    else:
+        found = list(gradients)
+    if found:
+        hand_out(watches_of(each for each in found if isinstance(each, torch.Tensor)))
 
 
 def _begin_updates(executable: Executable, pending: PendingStep | None) -> BackwardUpdates | None:

@@ -462,6 +462,8 @@ def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now
             pending.measuring.restore()
         raise
     step.ran(executable)
+    if executable.code.handed_out and now.device == "cpu":  # who asks for gradients of arguments keeps these
+        leave(watches_of(each for each in tensors_in([call.args, call.kwargs]) if each.requires_grad))
     pending.register(outputs)
     if pending.node is None:  # nobody could say when its backward begins, or that none comes
         pending.measuring.end_record()

@@ -15,6 +15,7 @@ from ebbtide.capture.joint import Captured
 from ebbtide.capture.layouts import Layouts
 from ebbtide.capture.loss import loss_is_outside
 from ebbtide.engine.compiled import Call, Capture
+from ebbtide.measurement.leftovers import is_left
 from ebbtide.measurement.resident import hidden_in, storages_in
 
 __all__ = ["Piece"]
@@ -112,7 +113,8 @@ class Piece:
         return [each for each in (reference() for reference in self._hidden) if each is not None]
 
     def hidden_bytes(self, reached: Container[int]) -> int:
-        """Bytes of these inputs and of their gradients, without the storages that have been ``reached`` by now."""
+        """Bytes of these inputs and of their gradients, without what has been ``reached`` by now or counts as left."""
         if not self._hidden:
             return 0
-        return sum(size for key, size in storages_in(self.hidden_inputs).items() if key not in reached)
+        found = storages_in(self.hidden_inputs)
+        return sum(size for key, size in found.items() if key not in reached and not is_left(key))

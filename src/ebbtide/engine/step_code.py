@@ -52,6 +52,7 @@ class StepCode:
         partial: backwards for some of its gradients.
         unused: drops gradients that no used output depends on.
         links: between outputs of its forward.
+        handed_out: positions of the primals with a gradient that are no parameters of the model.
         updates: of a step with the optimizer in it, names of the parameters that it updates, by position among the
             primals.
         entries: where these are among the tensors that go in.
@@ -70,6 +71,7 @@ class StepCode:
     partial: PartialBackwards
     unused: UnusedOutputs
     links: Links
+    handed_out: tuple[int, ...]
     updates: Mapping[int, str]
     entries: Mapping[int, int]
     default_dtype: torch.dtype
@@ -124,6 +126,7 @@ def code_of(
         partial=PartialBackwards(captured, schedule),
         unused=UnusedOutputs(captured),
         links=links_of(captured),
+        handed_out=tuple(_handed_out(captured)),
         updates=updates,
         entries={position: tensors.index(position) for position in updates},
         default_dtype=torch.get_default_dtype(),
@@ -137,6 +140,13 @@ def _sums(captured: Captured) -> Iterator[int]:
     """Positions of the primals whose gradient is a sum of several that the step makes."""
     for position, gradient in enumerate(captured.outputs[captured.forward_output_count :]):
         if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
+            yield position
+
+
+def _handed_out(captured: Captured) -> Iterator[int]:
+    """Positions of the primals with a gradient that are no parameters of the model."""
+    for position, gradient in enumerate(captured.outputs[captured.forward_output_count :]):
+        if isinstance(gradient, fx.Node) and not any(captured.parameters[position : position + 1]):
             yield position
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "release_failed_backward",
     "saved_by",
     "when_backward_ends",
+    "will_accumulate",
     "will_run",
 ]
 
@@ -87,6 +88,18 @@ def will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # which says that it does not tell of leaves that ``torch.autograd.grad`` is asked for
         return True
+
+
+def will_accumulate(node: Any) -> bool:
+    """Whether the backward that runs on this thread adds gradients up at the leaves behind ``node``, as one says.
+
+    ``torch.autograd.grad`` does not, whichever it is asked for; nor does a backward that is asked for other inputs.
+    """
+    leaf = next((each for each, _ in node.next_functions if hasattr(each, "variable")), None)
+    try:
+        return leaf is None or bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # which says that it does not tell of leaves that ``torch.autograd.grad`` is asked for
+        return False
 
 
 def saved_by(node: Any) -> tuple[Any, ...]:
