@@ -17,6 +17,7 @@ __all__ = [
     "InternalError",
     "PlanFileError",
     "PlanMismatch",
+    "RankError",
     "TierError",
     "UnknownArgument",
     "UpdateError",
@@ -228,6 +229,20 @@ class TierError(EbbtideError, RuntimeError):
         super().__init__(message)
         self.tier = tier
         self.path = None if path is None else Path(path)
+
+
+class RankError(EbbtideError, RuntimeError):
+    """Another process of the same training has failed, has ended or does not answer, so that no step can be run.
+
+    What another rank raises of the errors here is raised on all as what it is, with the rank in its text.
+
+    Attributes:
+        rank: which; ``None`` if it is not known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class InternalError(EbbtideError, RuntimeError):

@@ -46,6 +46,7 @@ def test_every_error_has_the_common_base_and_a_docstring(name: str) -> None:
         ("BudgetExceeded", RuntimeError),
         ("CaptureError", RuntimeError),
         ("TierError", RuntimeError),
+        ("RankError", RuntimeError),
         ("VerificationError", RuntimeError),
         ("InternalError", RuntimeError),
     ],

@@ -40,6 +40,7 @@ LAYERS = [
     {"optimizer"},
     {"rewrites"},
     {"lower"},
+    {"ranks"},
     {"engine"},
     {"_api"},
     {"integrations"},

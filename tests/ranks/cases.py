@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
-from ebbtide.errors import UsageError
+from ebbtide.errors import EbbtideError, UsageError
+from ranks.faults import FAULTS
 
 WIDTH, ROWS = 48, 64
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
+"""Of the wrapper."""
 
 
 class Net(nn.Module):
@@ -25,6 +38,125 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(x)).square().mean()
+
+
+def bits(module: nn.Module) -> str:
+    """A digest of all parameters and buffers."""
+    digest = hashlib.sha256()
+    for each in module.state_dict().values():
+        digest.update(each.detach().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+def train(
+    rank: int,
+    size: int,
+    *,
+    mode: str = "plain",
+    fitted: bool = True,
+    budget: str = "80%",
+    other_budget: str = "",
+    steps: int = 3,
+    rows: Sequence[int] = (ROWS,),
+    other_rows: Sequence[int] = (),
+    parts: int = 1,
+    buffers: bool = False,
+    adam: bool = False,
+    fault: str = "",
+    at: int = 0,
+    who: int = 1,
+    alone: str = "",
+    again: str = "",
+) -> dict[str, Any]:
+    """Train a module inside of a wrapper; what is left, and what each step took.
+
+    Args:
+        rank: of this process.
+        size: ranks.
+        mode: of the wrapper.
+        fitted: whether its module is fitted.
+        budget: that it is fitted with.
+        other_budget: that it is fitted with on rank ``who``, if it is another.
+        steps: how many.
+        rows: of the batch of each step; the last goes on.
+        other_rows: of the batches of rank ``who``, if they are others.
+        parts: batches to a step; all but the last are in ``no_sync``.
+        buffers: whether the module has a batch norm.
+        adam: whether rank ``who`` has an optimizer with state.
+        fault: what goes wrong on rank ``who``.
+        at: in which step, or in which plan.
+        who: the rank that is another.
+        alone: what rank ``who`` does alone before step ``at``.
+        again: the budget with which a loop that has caught a refusal goes on.
+    """
+    net = Net()
+    if buffers:
+        net.blocks.append(nn.BatchNorm1d(WIDTH))
+    wrapper = DistributedDataParallel(net, **MODES[mode])
+    if fitted:
+        asked = other_budget if other_budget and rank == who else budget
+        ebbtide.fit(net, asked, progress=None, options=ebbtide.Options(effort=20))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    if adam and rank == who:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if fault and rank == who:
+        FAULTS[fault](at)
+    torch.manual_seed(10 + rank)
+    own = list(other_rows) if other_rows and rank == who else list(rows)
+    losses, seconds, caught = list[float](), list[float](), list[str]()
+    for step in range(steps):
+        if alone and rank == who and step == at:
+            _alone(alone, net, optimizer)
+        count = own[min(step, len(own) - 1)]
+        batches = [torch.randn(count, WIDTH) for _ in range(parts)]
+        begin = time.monotonic()
+        for _ in range(2):
+            try:
+                losses.append(_step(wrapper, batches))
+                break
+            except EbbtideError as error:
+                if not again or caught:
+                    raise
+                caught.append(f"{type(error).__name__}: {error}")
+                ebbtide.set_budget(net, again)
+                optimizer.zero_grad()
+        seconds.append(time.monotonic() - begin)
+        optimizer.step()
+        if not (alone == "accumulates" and rank == who and step == at):
+            optimizer.zero_grad()
+    found: dict[str, Any] = {"bits": bits(net), "losses": losses, "seconds": seconds, "caught": caught}
+    if fitted and not (alone == "unfit" and rank == who):
+        found["planned"] = ebbtide.calls_of(net).planned
+    dist.barrier()
+    return found
+
+
+def _step(wrapper: DistributedDataParallel, batches: Sequence[torch.Tensor]) -> float:
+    loss = torch.zeros(())
+    for part, batch in enumerate(batches, start=1):
+        with wrapper.no_sync() if part < len(batches) else contextlib.nullcontext():
+            loss = wrapper(batch)
+            loss.backward()
+    return loss.item()
+
+
+def _alone(what: str, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What one rank does and the others do not."""
+    match what:
+        case "set_budget":
+            ebbtide.set_budget(net, "90%")
+        case "no_grad":
+            with torch.no_grad():
+                net(torch.zeros(4, WIDTH))
+        case "unfit":
+            ebbtide.unfit(net)
+        case "accumulates":
+            pass  # gradients of this step stay where they are, so that the next is another
+        case _:
+            raise AssertionError(what)
 
 
 # -- parameters that are shards -----------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def _rank(rank: int, job: str, folder: str) -> None:
     from ranks import cases
 
     asked = json.loads(job)
-    os.environ["XDG_CACHE_HOME"] = f"{folder}/cache-{rank}"
+    os.environ["XDG_CACHE_HOME"], os.environ["RANK_FILES"] = f"{folder}/cache-{rank}", f"{folder}/{rank}"
     out = open(Path(folder, f"{rank}.txt"), "w", buffering=1)
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)

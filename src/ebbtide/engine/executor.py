@@ -278,6 +278,8 @@ def run_backward(args: list[Any]) -> Any:
         raise gone(executable.plan.tiers[0])
     pending = _pending_step(executable, name)
     if pending is not None:
+        if pending.exchange is not None:
+            pending.exchange.begins()
         pending.siblings.backwards += 1
         note_backward(pending.number)
         if pending.measuring.record is not None:
@@ -296,6 +298,8 @@ def run_backward(args: list[Any]) -> Any:
         _watch_handed_out(executable, pending, gradients)
     if pending is not None and pending.sums is not None:
         pending.sums.note(gradients)
+    if pending is not None and pending.exchange is not None:
+        pending.exchange.sent = True
     return gradients
 
 

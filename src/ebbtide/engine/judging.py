@@ -88,9 +88,11 @@ class Judge:
 
     Attributes:
         learned: of the code around its steps.
+        tell: called with what is about to be raised, which other ranks are to know; ``None`` where there are none.
     """
 
     learned: Learned
+    tell: Callable[[BaseException], None] | None = None
     _samples: dict[CallSlot, _Sample] = field(default_factory=dict[CallSlot, _Sample])
     _recorded: weakref.ref[PendingStep] | None = None  # the last
     _high_bytes: int = 0  # that the process had at the last call
@@ -240,6 +242,8 @@ class Judge:
     def _say(self) -> None:
         verdict, self._verdict = self._verdict, ""
         if isinstance(verdict, BudgetExceeded):
+            if self.tell is not None:
+                self.tell(verdict)
             raise verdict
         if verdict:
             warnings.warn(verdict, stacklevel=users_level())

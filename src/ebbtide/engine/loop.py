@@ -14,6 +14,7 @@ A call of which nothing takes a gradient has no step: the capture says so, and i
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -27,6 +28,7 @@ from ebbtide.capture.loss import guarded
 from ebbtide.cost.attach import with_measured_costs
 from ebbtide.cost.cuda_workspace import has_product
 from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
+from ebbtide.engine.alike import alike_on_all_ranks
 from ebbtide.engine.attempts import Again, Attempts
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.calls import NOTHING_TO_TRAIN
@@ -56,6 +58,7 @@ from ebbtide.measurement.step_record import give_way
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
+from ebbtide.ranks.member import Member, member_of
 from ebbtide.rewrites.choices import may_be_rewritten
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
@@ -97,27 +100,41 @@ def train(
         BudgetError: if no schedule within the budget was found; nothing of the model has run.
         PlanMismatch: if the plan that the user gave is not of this step.
         TierError: if a tier has no room or fails.
+        RankError: if another rank of a DistributedDataParallel fails, has ended or does not come; of Ebbtide's errors
+            those that another rank raises.
     """
     call = Call(module, forward, args, kwargs, device_of([module]), model.configuration.every_output)
+    ranks = member_of(module)
+    if ranks is None:
+        return _train(model, call, None)
+    model.judge.tell = ranks.tell
+    with ranks.call(functools.partial(alike_on_all_ranks, module, model.request)):
+        return _train(model, call, ranks)
+
+
+def _train(model: FittedModel, call: Call, ranks: Member | None) -> Any:
     attempts = Attempts()
     with _begun(model, call) as handled:
         while True:
             now = _look(model, call, attempts)
             if model.steps.is_no_graph(now):
-                return _as_it_is(model, call)
+                return _as_it_is(model, call, ranks)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
             fresh = not step.piece.capture.is_made
             try:
                 executable = step.of_checkpoint(now) or _holding(model, step, now)
                 if executable is None:
-                    now, executable = _make(model, step, call, now, attempts)
+                    with nullcontext() if ranks is None else ranks.planning():
+                        now, executable = _make(model, step, call, now, attempts)
                     if executable is None:
-                        return _as_it_is(model, call)
+                        return _as_it_is(model, call, ranks)
                     if executable.validity.request != model.request.number and attempts.may(Again.ASKED):
                         attempts.refused = None
                         continue
-                return _run(model, step, executable, call, now)
+                if ranks is not None:
+                    ranks.planned()
+                return _run(model, step, executable, call, now, ranks)
             except StaleCapture as error:
                 attempts.reject(step, model.steps, now)
                 attempts.count_stale(error, fresh=fresh)
@@ -132,7 +149,7 @@ def train(
                 elif _takes_gradients(call, now):
                     raise
                 else:
-                    return _unless_trained(model, call, now, error)
+                    return _unless_trained(model, call, now, error, ranks)
 
 
 @contextmanager
@@ -187,8 +204,10 @@ def _demand(model: FittedModel, step: Step, now: CallContext) -> Demand:
     return demand_of(step, now, request=model.request, learned=model.learned, optimizers=model.optimizers)
 
 
-def _as_it_is(model: FittedModel, call: Call) -> Any:
+def _as_it_is(model: FittedModel, call: Call, ranks: Member | None) -> Any:
     """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
+    if ranks is not None:
+        ranks.planned()
     model.calls.count_unplanned(NOTHING_TO_TRAIN)
     outputs = call.forward(call.module, *call.args, **call.kwargs)
     returned = returned_tensors(outputs)
@@ -204,9 +223,9 @@ def _takes_gradients(call: Call, now: CallContext) -> bool:
     return any(now.trained) or any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
 
 
-def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exception) -> Any:
+def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exception, ranks: Member | None) -> Any:
     """``call`` as it is, though it is no graph; what is hidden and takes gradients raises ``error``: it says why."""
-    outputs = _as_it_is(model, call)
+    outputs = _as_it_is(model, call, ranks)
     if any(each.requires_grad for each in returned_tensors(outputs)):
         raise error
     model.steps.note_no_graph(now)
@@ -433,9 +452,12 @@ def _pending(model: FittedModel, step: Step, executable: Executable | None, now:
     )
 
 
-def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now: CallContext) -> Any:
+def _run(
+    model: FittedModel, step: Step, executable: Executable, call: Call, now: CallContext, ranks: Member | None
+) -> Any:
     """The forward of ``call`` under ``executable``."""
     pending = _pending(model, step, executable, now)
+    pending.exchange = None if ranks is None else ranks.exchange()
     alone = not model.pending
     before = model.pending.disturb(pending.number)
     choose_checks(pending, now.device)

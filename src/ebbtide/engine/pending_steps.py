@@ -42,6 +42,7 @@ from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.step_record import Before, StepRecord
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
+from ebbtide.ranks.member import Exchange
 from ebbtide.torch_seams.autograd import is_function_node, saved_by
 from ebbtide.torch_seams.storages import StorageWatch
 from ebbtide.torch_seams.trees import tree_leaves
@@ -153,6 +154,7 @@ class PendingStep:
         ran: whether the forward ran.
         node: its autograd node, once the forward has returned.
         sums: watches gradients that it adds up, the first time that its code runs.
+        exchange: where its backward meets other ranks; ``None`` outside of a DistributedDataParallel of several.
         thread: that started it.
     """
 
@@ -168,6 +170,7 @@ class PendingStep:
     ran: bool = False
     node: weakref.ref[Any] | None = None
     sums: SharedGradients | None = None
+    exchange: Exchange | None = None
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -199,6 +202,8 @@ class PendingStep:
         _with_node[self.number] = _keeping[self.number] = self.siblings.by_number[self.number] = self
         self.node = weakref.ref(node)
         weakref.finalize(node, _abandon_dead, self.number).atexit = False
+        if self.exchange is not None:
+            node.register_prehook(self.exchange.begins)
         node.register_prehook(_refuse_autocast)
         node.register_prehook(functools.partial(_refuse_other_products, _products()))
         node.register_prehook(note_arrived)

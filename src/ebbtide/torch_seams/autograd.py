@@ -248,6 +248,7 @@ class BackwardWatch(AbstractContextManager["BackwardWatch"]):
             may be garbage together.
         begins: called with the roots and the inputs, which may be none, before anything runs; what it raises is what
             the caller gets, and nothing has run then.
+        raises: called with the error that a backward raises, before ``ends``; what it raises is raised instead.
     """
 
     def __init__(
@@ -255,6 +256,7 @@ class BackwardWatch(AbstractContextManager["BackwardWatch"]):
         ends: Callable[[], None] | None = None,
         *,
         begins: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
+        raises: Callable[[BaseException], None] | None = None,
     ) -> None:
         ended: Callable[[], Callable[[], None] | None]
         ended = weakref.WeakMethod(ends) if isinstance(ends, MethodType) else lambda: ends
@@ -265,6 +267,10 @@ class BackwardWatch(AbstractContextManager["BackwardWatch"]):
                     if begins is not None:
                         begins(roots, args[_INPUTS] or ())
                     return below(roots, *args, **kwargs)
+                except BaseException as error:
+                    if raises is not None:
+                        raises(error)
+                    raise
                 finally:
                     alive = ended()
                     if alive is not None:

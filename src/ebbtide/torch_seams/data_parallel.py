@@ -3,12 +3,16 @@
 ``DistributedDataParallel`` keeps gradients in *buckets*, flat tensors that its reducer makes when the model is wrapped
 and exchanges while the backward runs. They are known to no Python object. While the wrapper's forward runs, torch
 remembers it: that is how a model learns that it is inside of one.
+
+A rank that does not come to an exchange leaves the others in it. It may *stand in* for its own part: for that of the
+backward with zeros, as torch's own ``Join`` does for ranks that have run out of data.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +21,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.torch_seams.storages import storage_key
 
-__all__ = ["bucket_bytes", "is_alone"]
+__all__ = [
+    "bucket_bytes",
+    "exchanges_gradients",
+    "group_of",
+    "has_exchanged",
+    "is_alone",
+    "running_wrapper",
+    "stand_in_for_backward",
+    "stand_in_for_forward",
+]
 
 _WRAPPERS: MutableMapping[torch.nn.Module, weakref.ref[DistributedDataParallel]] = WeakIdKeyDictionary()
 
@@ -43,6 +56,58 @@ def bucket_bytes(module: torch.nn.Module) -> int:
 def is_alone() -> bool:
     """Whether this process is the only one of its world."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == 1
+
+
+def running_wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """The wrapper whose forward runs right now and calls ``module``."""
+    running = DistributedDataParallel._get_active_ddp_module()
+    return running if isinstance(running, DistributedDataParallel) and running.module is module else None
+
+
+def group_of(wrapper: DistributedDataParallel) -> tuple[dist.ProcessGroup, torch.device]:
+    """The processes that it exchanges with, and where what it sends them lies."""
+    group: Any = wrapper.process_group
+    return group, wrapper.device
+
+
+def exchanges_gradients(wrapper: DistributedDataParallel) -> bool:
+    """Whether the backward of a forward that runs now exchanges gradients, and is not in ``no_sync``."""
+    return torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+
+
+def stand_in_for_forward(wrapper: DistributedDataParallel) -> None:
+    """Take part in what ``wrapper`` exchanges before its module's forward: the order of buckets, and buffers."""
+    with torch.enable_grad():
+        wrapper._pre_forward()
+
+
+def has_exchanged(wrapper: DistributedDataParallel) -> bool:
+    """Whether a backward of a wrapper with ``static_graph`` has exchanged gradients; of others it does not matter."""
+    return wrapper.static_graph and wrapper._static_graph_delay_allreduce_enqueued
+
+
+def stand_in_for_backward(wrapper: DistributedDataParallel, *, first: bool) -> None:
+    """Take part in what ``wrapper`` exchanges in a backward, with zeros, in the order in which its reducer does.
+
+    Which parameters were used comes after the buckets; with ``static_graph`` it comes before them, in the first
+    backward alone. The next forward makes the buckets anew, in the order of rank 0 and together with the others.
+
+    Args:
+        wrapper: it.
+        first: whether no backward of it has exchanged gradients.
+    """
+    with torch.no_grad():
+        if wrapper.static_graph and first:
+            _exchange_used(wrapper)
+        wrapper._match_all_reduce_for_bwd_pass()
+        if wrapper.find_unused_parameters and not wrapper.static_graph:
+            _exchange_used(wrapper)
+        wrapper.reducer._push_all_rebuilt_params()
+
+
+def _exchange_used(wrapper: DistributedDataParallel) -> None:
+    group, _ = group_of(wrapper)
+    group.allreduce([wrapper.reducer._get_local_used_map()]).wait()
 
 
 def _wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:

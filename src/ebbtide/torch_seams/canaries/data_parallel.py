@@ -30,3 +30,19 @@ def a_wrapper_is_known_while_its_forward_runs() -> None:
     bucket = torch.zeros(8)
     weight.grad, bias.grad = bucket[:6].view(2, 3), bucket[6:]
     expect(data_parallel.bucket_bytes(wrapper.module) == 0, "buckets in which the gradients lie count twice")
+
+
+@canary
+def a_rank_may_stand_in_for_its_part() -> None:
+    """What torch's ``Join`` calls for ranks that have run out of data, on the wrapper and on its reducer."""
+    names = ("_pre_forward", "_match_all_reduce_for_bwd_pass", "will_sync_module_buffers")
+    expect(all(callable(getattr(DistributedDataParallel, each, None)) for each in names), "a wrapper has other parts")
+    parts = ("_get_local_used_map", "_push_all_rebuilt_params", "_rebuild_buckets", "_get_zeros_like_grad_buckets")
+    expect(all(hasattr(torch.distributed.Reducer, each) for each in parts), "a reducer has other parts")
+    wrapper = object.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.static_graph, wrapper.require_backward_grad_sync = False, True
+    expect(not data_parallel.has_exchanged(wrapper), "a wrapper without static_graph is asked for what it has not")
+    expect(data_parallel.exchanges_gradients(wrapper), "a wrapper outside of no_sync does not exchange gradients")
+    with torch.no_grad():
+        expect(not data_parallel.exchanges_gradients(wrapper), "a forward without gradients exchanges some")

@@ -1,0 +1,219 @@
+"""A wrapper's calls on this rank: where they meet the other ranks, and what leaves them.
+
+A steady step reads one bool before the wrapper's forward, one when its module's has returned, one when the backward of
+the planned step begins and one when the whole backward has returned. Whatever error leaves a planned call or its
+backward on the way is told to the other ranks before it is raised here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ebbtide.errors import EbbtideError
+from ebbtide.ranks.first_call import FirstCall
+from ebbtide.ranks.journal import Event
+from ebbtide.ranks.rank_group import RankGroup, is_known_to_all
+from ebbtide.torch_seams.autograd import BackwardWatch
+from ebbtide.torch_seams.data_parallel import exchanges_gradients, group_of, running_wrapper
+from ebbtide.torch_seams.process_groups import comes_from_a_collective
+
+__all__ = ["Exchange", "Member", "member_of"]
+
+_members: MutableMapping[torch.nn.Module, Member | None] = WeakIdKeyDictionary()
+_groups: list[RankGroup] = []
+
+
+def member_of(module: torch.nn.Module) -> Member | None:
+    """What is known of the wrapper of several processes whose forward calls ``module``; ``None`` outside of one."""
+    wrapper = running_wrapper(module)
+    if wrapper is None:
+        return None
+    known = _members.get(wrapper, _UNKNOWN)
+    if known is _UNKNOWN or (known is not None and not known.group.is_open):
+        known = _members[wrapper] = _member(wrapper)
+    return known  # type: ignore[return-value]
+
+
+_UNKNOWN: Any = object()
+
+
+def _member(wrapper: DistributedDataParallel) -> Member | None:
+    torchs, device = group_of(wrapper)
+    if torchs.size() == 1:
+        return None
+    _groups[:] = [each for each in _groups if each.is_open]
+    group = next((each for each in _groups if each.is_of(torchs)), None)
+    if group is None:
+        group = RankGroup(torchs, device)
+        _groups.append(group)
+        _watch.open()
+    member = Member(group, group.add(wrapper), weakref.ref(wrapper))
+    wrapper.register_forward_pre_hook(_Entry(member))
+    return member
+
+
+@dataclass(eq=False)
+class _Entry:
+    """The hook before a wrapper's forward. A copy of it, as of a wrapper that is copied or pickled, does nothing."""
+
+    member: Member | None = None
+
+    def __call__(self, wrapper: torch.nn.Module, args: object) -> None:
+        del wrapper, args
+        if self.member is not None and self.member.group.is_open:
+            self.member.group.begin(self.member.forward)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Entry, ()
+
+
+class Member:
+    """This rank as one of those that train a wrapper.
+
+    Args:
+        group: the ranks.
+        number: of the wrapper among those of the group.
+        wrapper: it.
+    """
+
+    def __init__(self, group: RankGroup, number: int, wrapper: weakref.ref[DistributedDataParallel]) -> None:
+        self.group = group
+        self.forward, self.backward = Event("forward", number), Event("backward", number)
+        self._wrapper = wrapper
+        self._first: FirstCall | None = FirstCall(group, number)
+
+    @contextmanager
+    def call(self, facts: Callable[[], Mapping[str, str]]) -> Iterator[None]:
+        """Open around a planned call of the wrapper's module; ``facts`` are what has to be the same on all ranks.
+
+        Raises:
+            EbbtideError: what another rank has published.
+        """
+        try:
+            if self._first is not None:
+                self._first.come(facts())
+            yield
+            if self.group.failing:
+                self.group.raise_failure()
+        except BaseException as error:
+            if self._first is None:
+                self.group.tell(error)
+            else:
+                self._refused(self._first, error)
+            raise
+
+    def _refused(self, first: FirstCall, error: BaseException) -> None:
+        try:
+            if first.planning and not is_known_to_all(error):
+                first.refused(error)
+            else:
+                self.group.tell(error)
+        except EbbtideError as other:  # somebody else has failed meanwhile; what this one raises is its own
+            error.add_note(str(other))
+        finally:
+            first.again()
+
+    def planned(self) -> None:
+        """This rank has a plan for the call, or needs none. Before the first step all have to.
+
+        Raises:
+            EbbtideError: what another rank is refused with.
+        """
+        if self._first is not None:
+            self._first.planned()
+            self._first = None
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Open while a plan is made for the call."""
+        if self._first is not None:
+            yield
+            return
+        with self.group.planning():
+            yield
+
+    def tell(self, error: BaseException) -> None:
+        """Publish ``error``, which this rank raises outside of its calls and backwards."""
+        self.group.tell(error)
+
+    def exchange(self) -> Exchange:
+        """The backward of the call that runs."""
+        wrapper = self._wrapper()
+        return Exchange(self, synced=wrapper is not None and exchanges_gradients(wrapper))
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """The backward of one planned call.
+
+    Attributes:
+        member: whose call it was.
+        synced: whether gradients are exchanged in it.
+        begun: whether the planned step's part has begun.
+        sent: whether it is over, so that gradients are on their way to the others.
+    """
+
+    member: Member
+    synced: bool
+    begun: bool = False
+    sent: bool = False
+
+    def begins(self, *_: object) -> None:
+        """The planned step's backward begins: the last moment at which nobody waits for this rank.
+
+        Raises:
+            EbbtideError: what another rank has published.
+        """
+        if self.begun:
+            return
+        group = self.member.group
+        _running.exchange = self
+        if group.others_plan and self.synced:
+            group.wait_for_plans()
+        group.begin(self.member.backward if self.synced else None)
+        self.begun = True
+
+
+class _Running:
+    """The backward that runs, whichever thread runs its nodes."""
+
+    exchange: Exchange | None = None
+
+
+_running = _Running()
+
+
+def _returned() -> None:
+    """A backward has returned: raise what another rank has published while this one was in the exchange."""
+    exchange, _running.exchange = _running.exchange, None
+    if exchange is None:
+        return
+    group = exchange.member.group
+    if exchange.sent and exchange.synced:
+        group.exchanged.add(exchange.member.backward.wrapper)
+    if group.failing:
+        group.raise_failure()
+
+
+def _raised(error: BaseException) -> None:
+    """A backward raises ``error``: tell the others what is of this rank, and say in words what is of another."""
+    exchange, _running.exchange = _running.exchange, None
+    if exchange is None or is_known_to_all(error):
+        return
+    group = exchange.member.group
+    if exchange.begun and exchange.sent and comes_from_a_collective(error):
+        if (named := group.explain()) is not None:
+            raise named from error
+    elif isinstance(error, EbbtideError) or not exchange.sent:
+        group.tell(error, unsent=exchange.synced and exchange.begun and not exchange.sent)
+
+
+_watch = BackwardWatch(_returned, raises=_raised)
