@@ -16,6 +16,7 @@ from ebbtide.errors import (
     InternalError,
     PlanFileError,
     PlanMismatch,
+    RankError,
     TierError,
     UnknownArgument,
     UpdateError,
@@ -75,6 +76,7 @@ ERRORS = [
     TierError("full", tier="disk", path="/data"),
     VerificationError("other bits", buffer="mm", op="mm at net.py:3"),
     UpdateError("a gradient came late", updated=["head.weight"]),
+    RankError("rank 1 has ended", rank=1),
     InternalError("a node claims nothing", op="mm at net.py:3"),
 ]
 

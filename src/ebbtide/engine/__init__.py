@@ -19,7 +19,7 @@ What is known of a model:
 - ``learned``: what runs have taught: ``user_window`` and ``known_windows``, between forward and backward; ``after``,
   when the backward has returned. ``judging``: whether a step stayed within its budget, and what follows if not.
 - ``optimizer_link``: the optimizers that train it; ``calls``: how its calls went, and training past the model.
-- ``alike``: what has to be the same on all ranks that train it (``ranks``).
+- ``alike``: what has to be the same on all ranks that train it.
 - ``pending_steps``: forwards whose backward has not come; ``step_handles``: how a backward finds its forward.
 
 What has to be as in eager:

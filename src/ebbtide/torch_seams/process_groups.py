@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 __all__ = ["GroupStore", "StoreGone", "comes_from_a_collective", "is_open", "ranks_in", "timeout_seconds"]
 
@@ -29,6 +28,13 @@ _OF_COLLECTIVES = (
     "Application timeout",
     "Broken pipe",
 )
+
+
+def _c10d() -> Any:
+    """Torch's module of process groups, which a torch that was built without them has not."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d
 
 
 class StoreGone(Exception):
@@ -55,12 +61,13 @@ class GroupStore:
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         with _reached():
-            store: Any = distributed_c10d._get_process_group_store(group)
+            c10d = _c10d()
+            store: Any = c10d._get_process_group_store(group)
             with suppress(RuntimeError, NotImplementedError):
                 store = store.clone()
                 store.set_timeout(_ANSWER)
-            store = distributed_c10d.PrefixStore("ebbtide", store)
-            self._store: Any = distributed_c10d.PrefixStore(str(store.add(f"connection/{rank}", 1)), store)
+            store = c10d.PrefixStore("ebbtide", store)
+            self._store: Any = c10d.PrefixStore(str(store.add(f"connection/{rank}", 1)), store)
 
     def write(self, key: str, text: str) -> None:
         """Lay ``text`` under ``key``."""
@@ -97,7 +104,7 @@ def ranks_in(group: dist.ProcessGroup) -> tuple[int, tuple[int, ...]]:
 
 def is_open(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` has not been destroyed."""
-    return group in distributed_c10d._world.pg_map
+    return group in _c10d()._world.pg_map
 
 
 def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:

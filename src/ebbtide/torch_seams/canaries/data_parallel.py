@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._C._distributed_c10d import Reducer
 from torch.nn.parallel import DistributedDataParallel
 
 from ebbtide.torch_seams import data_parallel
@@ -38,7 +39,7 @@ def a_rank_may_stand_in_for_its_part() -> None:
     names = ("_pre_forward", "_match_all_reduce_for_bwd_pass", "will_sync_module_buffers")
     expect(all(callable(getattr(DistributedDataParallel, each, None)) for each in names), "a wrapper has other parts")
     parts = ("_get_local_used_map", "_push_all_rebuilt_params", "_rebuild_buckets", "_get_zeros_like_grad_buckets")
-    expect(all(hasattr(torch.distributed.Reducer, each) for each in parts), "a reducer has other parts")
+    expect(all(hasattr(Reducer, each) for each in parts), "a reducer has other parts")
     wrapper = object.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapper)
     wrapper.static_graph, wrapper.require_backward_grad_sync = False, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from ebbtide.torch_seams import process_groups
@@ -14,7 +15,7 @@ __all__: list[str] = []
 @canary
 def a_store_answers_at_once() -> None:
     """It says whether a key is there without waiting, gives several at once, and adds."""
-    store = distributed_c10d.PrefixStore("a", dist.HashStore())
+    store = distributed_c10d.PrefixStore("a", HashStore())
     expect(not store.check(["k"]), "a store has a key that nobody has set")
     store.set("k", "v")
     expect(store.check(["k"]) and not store.check(["k", "l"]), "a store does not know its keys")
