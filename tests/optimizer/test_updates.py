@@ -149,7 +149,7 @@ def test_every_planner_gives_legal_schedules_of_steps_with_updates(
     for share in (0.02, 0.4):
         budget = int(least + share * (step.unplanned_budget_bytes - least))
         try:
-            plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=200, time_limit_seconds=2))
+            plan = step.plan(Budget(bytes=budget), PlanningOptions(planner=name, effort=50, time_limit_seconds=1))
         except ebbtide.errors.BudgetError:
             continue
         assert not check(plan.program, plan.schedule)  # a head in slices, if that was cheaper

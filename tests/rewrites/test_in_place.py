@@ -105,12 +105,14 @@ def test_a_block_has_the_same_bits_and_a_lower_peak() -> None:
     assert verified(case) > 20
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12))])
 def test_random_models_have_the_same_bits(seed: int) -> None:
     verified(random_case(seed))
 
 
-@pytest.mark.parametrize("name", ["resnet50", "unet", "hf_gpt2"])
+@pytest.mark.parametrize(
+    "name", ["unet", *(pytest.param(each, marks=pytest.mark.long) for each in ("resnet50", "hf_gpt2"))]
+)
 def test_models_of_the_zoo_have_the_same_bits(name: str) -> None:
     from ebbtide.zoo.small import SMALL
 
