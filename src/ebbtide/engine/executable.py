@@ -267,7 +267,7 @@ def _unseen_bytes(program: Program) -> int:
     """
     unseen = max(program.between_bytes, program.late_bytes)
     if unseen > SCALARS_BYTES:
-        unseen += sum(program.buffers[b].bytes for b in program.forward_outputs)
+        unseen += program.returned_bytes
     # Room for what an op of a rewrite takes in some steps only.
     more = max((op.workspace_bytes for op in program.ops if traits_of_op(op.target).may_take_more), default=0)
     # Some optimizers take more in some steps than in others, and an update has room for the most.

@@ -8,10 +8,13 @@
 4. Two forwards *train together* if one of them was pending when the other had its backward, or its own came later.
    Those that never did are an evaluation that has forgotten ``no_grad``, once perhaps: plans leave room for them where
    there is room, and no training is refused for them.
+5. A loss outside that was not measured for a shape is *likely* to take, for each byte that the model returns, the most
+   that one of another shape took; of more bytes it takes more by their square, as a loss of pairs does.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from ebbtide.engine.key import CallSlot
@@ -26,6 +29,7 @@ class KnownWindows:
     """What the user windows of one model's steps take, as far as it was learned (definition 2)."""
 
     _losses: dict[CallSlot, UserWindow] = field(default_factory=dict[CallSlot, UserWindow])
+    _returned: dict[CallSlot, int] = field(default_factory=dict[CallSlot, int])
     _forwards: dict[CallSlot, dict[CallSlot, UserWindow]] = field(
         default_factory=dict[CallSlot, "dict[CallSlot, UserWindow]"]
     )
@@ -56,8 +60,20 @@ class KnownWindows:
         """The slots of forwards that are known to start before the backward of calls of ``call_slot``."""
         return frozenset(self._forwards.get(call_slot, ()))
 
-    def learn_loss(self, call_slot: CallSlot, peak_bytes: int, held_bytes: int) -> None:
-        """What user code took in a step."""
+    def likely_loss(self, call_slot: CallSlot, returned_bytes: int) -> UserWindow | None:
+        """What the loss outside of a call is likely to take that returns so much; ``None`` if nothing is known."""
+        found: UserWindow | None = None
+        for other, loss in self._losses.items():
+            if (known := self._returned[other]) and other.depth == call_slot.depth:
+                times = returned_bytes / known * max(1.0, returned_bytes / known)
+                peak = math.ceil(loss.peak_bytes * times)
+                likely = UserWindow(peak, math.ceil(loss.held_bytes * times), peak)
+                found = likely if found is None else found.joined(likely)
+        return found
+
+    def learn_loss(self, call_slot: CallSlot, peak_bytes: int, held_bytes: int, returned_bytes: int) -> None:
+        """What user code took in a step whose forward returned so much."""
+        self._returned[call_slot] = returned_bytes
         found, known = UserWindow(peak_bytes, held_bytes, peak_bytes), self._losses.get(call_slot)
         self._losses[call_slot] = found if known is None else known.joined(found)
 

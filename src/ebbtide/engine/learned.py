@@ -64,7 +64,7 @@ class Learned:
         peak, left = window.own_peak_bytes, window.own_left_bytes
         if peak - tangents <= SCALARS_BYTES:  # a loss that is divided or logged
             peak = left = 0
-        self.windows.learn_loss(call_slot, peak, max(left - tangents, 0))
+        self.windows.learn_loss(call_slot, peak, max(left - tangents, 0), program.returned_bytes)
         if Part.RETAINED in parts:
             self.windows.learn_after_retained(call_slot, parts[Part.RETAINED].peak_bytes)
 

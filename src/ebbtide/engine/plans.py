@@ -1,7 +1,8 @@
 """What a call asks of a plan, and a new plan for it where none of its step's holds.
 
 1. A plan is a *guess* while something that it depends on is not known: what a loss outside takes, or a forward that it
-   was not planned with. It holds until that is known.
+   was not planned with. It holds until that is known. Where losses of other shapes were measured, what is likely by
+   those is planned for instead, if the budget has room for it.
 2. A budget that is a share of the unplanned peak *grants* every shape of the model what it has granted any.
 """
 
@@ -230,8 +231,13 @@ def _plan_for(task: PlanTask) -> tuple[Plan, bool]:
         return _fit_given_plan(task, task.request.given_plan, resident, reserve, parts), False
     guess = _waits_for_a_loss(task.step, now, windows)
     end = most_of(task.demand.ends, task.program)
-    wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=guess))
     window = windows.of(now.call_slot)
+    likely = windows.likely_loss(now.call_slot, task.program.returned_bytes) if guess and window is None else None
+    if likely is not None and not now.flying_bytes:
+        with contextlib.suppress(BudgetError):
+            wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=False))
+            return make_plan(**wanted.arguments(likely)), False
+    wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=guess))
     while True:
         try:
             plan = make_plan(**wanted.arguments(window))

@@ -223,6 +223,11 @@ class Program:
         return frozenset((*read, *self.mutations))
 
     @cached_property
+    def returned_bytes(self) -> int:
+        """Bytes of what the forward returns."""
+        return sum(self.buffers[b].bytes for b in set(self.forward_outputs))
+
+    @cached_property
     def late_bytes(self) -> int:
         """Bytes that appear at the boundary and stay until the step ends: tangents and what user code holds."""
         return sum(self.buffers[b].bytes for b in self.tangents) + self.held_bytes
