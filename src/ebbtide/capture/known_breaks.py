@@ -19,7 +19,7 @@ from ebbtide.torch_seams.storages import buffer_table
 from ebbtide.torch_seams.tracing import PYTHON_DRAWS
 from ebbtide.user_objects import attributes_of
 
-__all__ = ["LAUNCHES_AS_OPS", "NESTED", "READ_PLACE", "is_only_in_traces", "known_break"]
+__all__ = ["FREES_GRAPH", "LAUNCHES_AS_OPS", "NESTED", "READ_PLACE", "is_only_in_traces", "known_break"]
 
 LAUNCHES_AS_OPS = (
     "Register what launches it as an op (torch.library.custom_op with register_fake and register_autograd, or "
@@ -27,6 +27,14 @@ LAUNCHES_AS_OPS = (
     "Liger's, are to be left off"
 )
 """What to do about kernels that are launched inside of a model."""
+
+FREES_GRAPH = (
+    "torch.autograd.grad in the forward frees the graph of a tensor that the forward returns, which cannot be trained "
+    "then: eager's backward raises as well.",
+    "Pass create_graph=True, or retain_graph=True where the gradient itself is not trained; for numbers alone call the "
+    "model in eval mode (eval()), where such a call runs as it is, or return the tensor detached",
+)
+"""Why a training call is not planned that frees its own graph, and what to write instead."""
 
 READ_PLACE = (
     "It indexes by a number that it reads from a tensor (int(), item()), so that the step depends on data.",
@@ -287,6 +295,7 @@ _BREAKS = (
         line=r"wrapper\._compiled_fn\b",
     ),
     *_OF_FUNCTIONS,
+    _Break(r"autograd\.grad consumed returned tensor's grad_fn", *FREES_GRAPH),
     _Break(
         r"autograd\.grad|torch\.autograd\.backward|\.backward\(",
         "It takes a gradient inside of the forward in a way that does not become part of one graph.",

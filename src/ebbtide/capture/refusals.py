@@ -14,16 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
-from ebbtide.capture.known_breaks import known_break
+from ebbtide.capture.known_breaks import FREES_GRAPH, known_break
 from ebbtide.capture.origin import SourceLine, place_of
 from ebbtide.errors import CaptureError, EbbtideError, told
 from ebbtide.faults import in_own_frames, innermost, internal, is_own
 from ebbtide.torch_seams.dynamo import inner_exception
 
-__all__ = ["ours_inside", "refusal", "tells_torchs", "users_line"]
+__all__ = ["frees_its_graph", "ours_inside", "refusal", "tells_torchs", "users_line"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
@@ -107,6 +108,11 @@ def refusal(error: BaseException, module: torch.nn.Module, ours: tuple[str, str]
 def tells_torchs(found: EbbtideError) -> bool:
     """Whether torch's own error says more than ``found``, which was made of it."""
     return getattr(found, "remedy", "") in (_INSIDE_TORCH, _TRACED, _PLAN_WHOLE)
+
+
+def frees_its_graph(error: EbbtideError) -> TypeGuard[CaptureError]:
+    """Whether ``error`` is that a gradient inside of the call frees the graph of what the call returns."""
+    return isinstance(error, CaptureError) and error.remedy == FREES_GRAPH[1]
 
 
 def users_line(error: BaseException) -> str:

@@ -31,5 +31,5 @@ What has to be as in eager:
 - ``snapshot``: what a failed proof puts back.
 - ``copies``: copies and pickles, which are plain models.
 - ``derivatives``, ``linked_outputs``, ``offload_hooks`` and ``sharded``: what no step has, refused by name;
-  ``frozen``: a loss that takes no gradient.
+  ``frozen``: a loss that takes no gradient; ``freed_graphs``: calls that free their own graph.
 """

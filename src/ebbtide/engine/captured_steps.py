@@ -19,6 +19,7 @@ from ebbtide.capture.numbers import Numbers
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import Call, Capture
 from ebbtide.engine.configuration import Configuration
+from ebbtide.engine.freed_graphs import FreedGraphs
 from ebbtide.engine.offload_hooks import refuse_offload_hooks
 from ebbtide.engine.sharded import refuse_sharded
 from ebbtide.engine.shared_calls import Kinds
@@ -67,10 +68,12 @@ class CapturedSteps:
     Attributes:
         name: of the model's class.
         configuration: how the model was fitted.
+        freed_graphs: calls that are no step, since they free their own graph.
     """
 
     name: str
     configuration: Configuration
+    freed_graphs: FreedGraphs = field(default_factory=FreedGraphs)
     _steps: OrderedDict[object, list[Step]] = field(default_factory=OrderedDict[object, list[Step]])  # last used: last
     _counted: dict[object, _Counted] = field(default_factory=dict[object, _Counted])
     _not_graphs: set[object] = field(default_factory=set[object])

@@ -25,6 +25,7 @@ import torch
 
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.loss import guarded
+from ebbtide.capture.refusals import frees_its_graph
 from ebbtide.cost.attach import with_measured_costs
 from ebbtide.cost.cuda_workspace import has_product
 from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
@@ -36,6 +37,7 @@ from ebbtide.engine.compiled import Call, StaleCapture
 from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import choose_checks
+from ebbtide.engine.freed_graphs import GRAPH_FREED
 from ebbtide.engine.frozen import watch_frozen
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
 from ebbtide.engine.linked_outputs import watch_detached
@@ -119,6 +121,8 @@ def _train(model: FittedModel, call: Call, ranks: Member | None) -> Any:
             now = _look(model, call, attempts)
             if model.steps.is_no_graph(now):
                 return _as_it_is(model, call, ranks)
+            if (freed := model.steps.freed_graphs.refusal_of(call, now)) is not None:
+                return _with_freed_graph(model, call, now, freed, ranks)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
             fresh = not step.piece.capture.is_made
@@ -146,6 +150,8 @@ def _train(model: FittedModel, call: Call, ranks: Member | None) -> Any:
             except (CaptureError, InternalError) as error:
                 if step.piece.capture.symbolic and not step.forward_calls:
                     attempts.reject(step, model.steps, now)
+                elif frees_its_graph(error) and not call.module.training:
+                    return _with_freed_graph(model, call, now, error, ranks)
                 elif _takes_gradients(call, now):
                     raise
                 else:
@@ -204,11 +210,11 @@ def _demand(model: FittedModel, step: Step, now: CallContext) -> Demand:
     return demand_of(step, now, request=model.request, learned=model.learned, optimizers=model.optimizers)
 
 
-def _as_it_is(model: FittedModel, call: Call, ranks: Member | None) -> Any:
+def _as_it_is(model: FittedModel, call: Call, ranks: Member | None, reason: str = NOTHING_TO_TRAIN) -> Any:
     """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
     if ranks is not None:
         ranks.planned()
-    model.calls.count_unplanned(NOTHING_TO_TRAIN)
+    model.calls.count_unplanned(reason)
     outputs = call.forward(call.module, *call.args, **call.kwargs)
     returned = returned_tensors(outputs)
     if not any(each.requires_grad for each in returned):
@@ -229,6 +235,15 @@ def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exc
     if any(each.requires_grad for each in returned_tensors(outputs)):
         raise error
     model.steps.note_no_graph(now)
+    return outputs
+
+
+def _with_freed_graph(
+    model: FittedModel, call: Call, now: CallContext, error: CaptureError, ranks: Member | None
+) -> Any:
+    """``call`` as it is, which frees the graph of all that it returns; raises ``error`` if it does not."""
+    outputs = _as_it_is(model, call, ranks, GRAPH_FREED)
+    model.steps.freed_graphs.note(call, now, returned_tensors(outputs), error)
     return outputs
 
 

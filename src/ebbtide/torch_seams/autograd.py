@@ -29,6 +29,7 @@ __all__ = [
     "gradient_leaf",
     "has_saved_tensor_hooks",
     "in_backward",
+    "is_freed",
     "is_function_node",
     "keeps_graph",
     "output_of_node",
@@ -142,6 +143,28 @@ def outputs_reached(roots: Sequence[Any], node: Any) -> frozenset[int]:
             seen.add(below)
             edges.extend(below.next_functions)
     return frozenset(found)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a backward from ``tensor`` raises since one has freed its graph; never of a tensor without a node.
+
+    A node that has given back what it saved raises when that is read.
+    """
+    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names = ["saved_tensors"] if is_function_node(node) else [n for n in dir(node) if n.startswith("_saved_")]
+        try:
+            for name in names:
+                getattr(node, name)
+        except RuntimeError:
+            return True
+        waiting += (below for below, _ in node.next_functions)
+    return False
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
