@@ -121,8 +121,9 @@ def _step(model: Net, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
 
 def _refused(model: Net, optimizer: torch.optim.Optimizer, loop: Loop, match: str) -> None:
     before = [each.detach().clone() for each in model.parameters()]
-    with pytest.raises(UsageError, match=match):
+    with pytest.raises(UsageError, match=match) as refused:
         _step(model, optimizer, loop)
+    assert len(str(refused.value).split()) <= 80
     with pytest.raises(UsageError, match=match):  # whoever handles the first and goes on
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -161,6 +162,20 @@ def test_and_in_the_second_such_step_where_others_came_first(loop: Loop) -> None
     assert not FITTED[model].gradient_watcher.watches
     _step(model, optimizer, loop)
     _refused(model, optimizer, loop, "two kinds")
+
+
+@pytest.mark.parametrize("steps_before", [True, False])
+def test_planned_gradients_that_were_dropped_are_not_told_of(steps_before: bool) -> None:
+    """Where another optimizer comes, and where the planned gradients are cleared before another backward."""
+    model, optimizer = _fitted()
+    model(X).backward()
+    if steps_before:
+        optimizer.step()
+    optimizer.zero_grad()
+    model.contrastive(X).backward()
+    with pytest.raises(UsageError, match="no planned call has made any") as refused:
+        torch.optim.SGD(model.parameters(), 1e-2).step()
+    assert len(str(refused.value).split()) <= 80
 
 
 def _same_backward(model: Net, _: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ebbtide
 
-SAID = "is read outside of it too"
+SAID = "Eager adds its gradients one by one"
 
 
 class Twice(nn.Module):
@@ -92,3 +92,50 @@ def test_a_hook_that_changes_a_gradient_is_no_other_reader() -> None:
     fitted = ebbtide.fit(Tied(), "1GiB", progress=None)
     fitted.embedding.weight.register_hook(lambda gradient: gradient * 2)
     assert said(lambda: fitted(torch.randint(0, 16, (4, 8))).backward()) == 0
+
+
+class Encoder(nn.Module):
+    """A recurrent module, which reads its weights once per position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.recurrent(x)[0][:, -1]
+
+
+class Siamese(nn.Module):
+    """Both calls of an encoder."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return self.encoder(one), self.encoder(other)
+
+
+def siamese_loss(model: nn.Module, one: Tensor, other: Tensor) -> Tensor:
+    pair = model(one, other) if isinstance(model, Siamese) else (model(one), model(other))
+    return nn.functional.cosine_embedding_loss(*pair, torch.ones(len(one)))
+
+
+def test_two_calls_before_one_backward_are_told_of_as_such() -> None:
+    torch.manual_seed(0)
+    eager, one, other = Encoder(), torch.randn(16, 4, 8), torch.randn(16, 4, 8)
+    fitted, whole = copy.deepcopy(eager), Siamese(copy.deepcopy(eager))
+    ebbtide.fit(fitted, "1GiB", progress=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        siamese_loss(fitted, one, other).backward()
+    (told,) = (str(each.message) for each in caught if SAID in str(each.message))
+    assert "by several calls before one backward" in told
+    assert "fit a module whose forward makes these calls" in told
+    ebbtide.fit(whole, "1GiB", progress=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        siamese_loss(whole, one, other).backward()
+    siamese_loss(eager, one, other).backward()
+    for expected, found in zip(eager.parameters(), whole.encoder.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)  # type: ignore[arg-type]

@@ -310,7 +310,14 @@ class _Reader:
         return op, call
 
 
+_COUNT_ALL = (
+    "count or add up over all n values that there may be, torch.zeros(n).index_add(0, values, torch.ones(count)), with "
+    "n and count as Python ints; or do it before the call, and give the forward what comes of it padded to one size"
+)
 _INSTEAD = {
+    "unique(": _COUNT_ALL,
+    "unique_consecutive(": _COUNT_ALL,
+    "bincount(": _COUNT_ALL,
     "tensor_split(": "give tensor_split the places of its cuts as ints, in a tuple: tensor_split(x, (2, 4))",
     "repeat_interleave(": "give repeat_interleave the size that comes out, if it is always the same "
     "(repeat_interleave(..., output_size=n)); else repeat all rows equally often and mask (torch.where)",

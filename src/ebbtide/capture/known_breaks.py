@@ -44,11 +44,11 @@ READ_PLACE = (
 """Why a step is not planned that indexes by a number from a tensor, and what to write instead."""
 
 _DRAW_OUTSIDE = (
-    "Draw it before the call and give it to the forward as a tensor, so that one plan serves all values "
-    "(model(x, torch.tensor(value))), or draw with torch's own generator (torch.rand(()), F.dropout), whose draws a "
-    "plan repeats bit by bit"
+    "Draw before the call, give the forward a tensor, and choose by it without a branch, "
+    "torch.where(drawn < rate, a, b), so that one plan serves all; or draw with torch's own generator "
+    "(torch.rand(()), F.dropout)"
 )
-_DRAWN = "It draws random numbers with {}, and a captured step can repeat the draws of torch's default generators only."
+_DRAWN = "It draws random numbers with {}, and a captured step repeats the draws of torch's default generators only."
 
 
 NESTED = (
@@ -150,11 +150,49 @@ _OF_KINDS = (
         "Dequantize it before the call (x.dequantize()), or keep integers and a scale and multiply in the forward",
     ),
 )
+_ASIDE = (
+    _Break(
+        r"builtin operator `print`|method `write(lines)?` of class",
+        "It prints or writes while it runs.",
+        "Return what is to be printed, detached (x.detach()), and print it after the call",
+    ),
+    _Break(
+        r"Logg",
+        "It makes a logger while it runs.",
+        "Make it outside of the forward (logger = logging.getLogger(__name__)); what a planned step logs is left out",
+        line=r"getLogger\(",
+    ),
+    _Break(
+        r"the builtin `time\.|method `(now|utcnow|today)` of class",
+        "It reads the clock, which a plan reads no second time.",
+        "Read the clock before and after the call",
+    ),
+    _Break(
+        r"FakeQuantize\w*\.forward",
+        "A FakeQuantize module of torch.ao is kept out of graphs by torch.",
+        "Call the op: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, quant_min, quant_max), with the "
+        "module's scale and zero_point; its observer may look at what the forward returns, after the call",
+    ),
+    _Break(
+        r"UserDefinedObjectVariable\(generator\)",
+        "It iterates over a generator that it is given, which can be read but once.",
+        "Pass a list or a tuple (list(batches))",
+    ),
+)
+_COVARIANCE = _Break(
+    r"aten\.equal",
+    "torch.cov and torch.corrcoef look at a number on the way (whether a divisor is zero).",
+    "Write it out: c = x - x.mean(1, keepdim=True), then c @ c.T / (x.shape[1] - 1) is torch.cov(x), and with "
+    "c = F.normalize(c, dim=1) first, c @ c.T is torch.corrcoef(x)",
+    line=r"\b(cov|corrcoef)\(",
+)
 _INDEXED = _Break(r"valid indices \(got SymInt\)", *READ_PLACE)
 _ON_FAKE = r"Cannot access data pointer of Tensor"
 _BREAKS = (
     *_OF_KINDS,
     _INDEXED,
+    *_ASIDE,
+    _COVARIANCE,
     _Break(
         CUT,
         "A reentrant checkpoint over arguments without gradients trains nothing, and it returns no plain tensor.",
@@ -222,6 +260,13 @@ _BREAKS = (
         line=r"kl_divergence",
     ),
     _Break(
+        r"fork_rng|is_compiling|data-dependent|Data-dependent|get_state|context manager",
+        "It forks or sets the random state while it runs.",
+        "Draw outside of the forward and give it the values as a tensor, or as a buffer where they are the same in "
+        "every call; or fork around the call of the model",
+        line=r"fork_rng|set_rng_state",
+    ),
+    _Break(
         r"seed",
         "It seeds torch's random numbers while it runs.",
         "Seed before the call of the model (torch.manual_seed), which draws what it would have drawn",
@@ -240,12 +285,6 @@ _BREAKS = (
         "Let the hook do no more than compute the gradient that it returns, or put it on what the call returns or on a "
         "parameter, outside of the forward",
         line=r"register_hook\(",
-    ),
-    _Break(
-        r"fork_rng|is_compiling|data-dependent|Data-dependent|get_state|context manager",
-        "It forks or sets the random state while it runs.",
-        "Fork around the call of the model, or draw before it and give the values as tensors",
-        line=r"fork_rng|set_rng_state",
     ),
     _Break(
         rf"{PYTHON_DRAWS}|Random\.\w+|method `\w+` of class `Random`", _DRAWN.format("Python's random"), _DRAW_OUTSIDE
@@ -317,13 +356,21 @@ _TO_INDEX = _Break(
     "Select by a tensor of one dimension: x[:, i] is x.index_select(1, i.reshape(1)).squeeze(1), for i from 0 on",
     line=r"^$|^(?!.*(\.item\(|int\(|tolist\(|range\()).*\[[^\]]*[A-Za-z_]",
 )
+_CHOOSE_BY_VALUE = (
+    "Choose by value instead of by branch (torch.where(condition, a, b)), or take the condition from what is known "
+    "before the call, and give the forward a Python bool"
+)
 _BREAKS += (
     _TO_INDEX,
     _Break(
+        r"aten\.(equal|allclose)",
+        "It asks whether tensors are equal, which only the data tell.",
+        f"{_CHOOSE_BY_VALUE}; (a == b).all() is a condition",
+    ),
+    _Break(
         r"[Dd]ata-dependent|branching|Could not guard",
         "It branches on a value that the step computes.",
-        "Choose by value instead of by branch (torch.where(condition, a, b)), or take the condition from what is known "
-        "before the call, and give the forward a Python bool",
+        _CHOOSE_BY_VALUE,
         line=r"^(?!.*(tolist|\.shape|\.size\(|len\()).*, in [^:]*: .*\b(if|elif|while|and|or|not)\b",
     ),
 )

@@ -11,6 +11,7 @@ What goes wrong in a capture is one of these, looked for in this order:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,15 @@ __all__ = ["frees_its_graph", "ours_inside", "refusal", "tells_torchs", "users_l
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
+_PYTHON = str(Path(os.__file__).parent)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
+_CALLED = re.compile(
+    r"(?:builtin operator|the builtin) `(?:<unknown module>\.)?(?P<builtin>[\w.]+?)\.?`"
+    r"|method `(?P<method>\w+)` of class `(?P<kind>\w+)`"
+    r"|function `(?P<function>[\w.]+)`(?: in file `[^`]*`)? should not be traced"
+)
+"""What torch's compiler could not follow, in its own words."""
+_FIRST, _LAST = 12, 18  # words of what else it says
 _USER_CODE = re.compile(r"from user code:|User Stack \(most recent call last\):|User stack trace:")
 
 # Told apart by name, so that this module needs none of torch's private ones.
@@ -132,7 +141,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _capture_error(place: SourceLine | None, why: str, remedy: str) -> CaptureError:
-    at = f"  {place.text}" if place is not None else ""
+    at = f"  {place.shown}" if place is not None else ""
     return CaptureError(
         f"{place.text}. {why}" if place is not None else why,
         remedy=remedy,
@@ -142,23 +151,31 @@ def _capture_error(place: SourceLine | None, why: str, remedy: str) -> CaptureEr
 
 
 def _place(error: BaseException) -> SourceLine | None:
-    """The innermost line of the user's that torch names, or of any code if it names none of the user's."""
+    """The innermost line of the user's that torch names, or of any code but ours if it names none of the user's."""
     for each in _chain(error):
         text = str(each)
         start = _USER_CODE.search(text)
         if start is None:
             continue
         frames = list(_FRAME.finditer(text, start.end()))
-        frames = [frame for frame in frames if not frame[1].startswith(_OURS)] or frames
-        mine = [frame for frame in frames if not frame[1].startswith(_TORCH)] or frames
+        frames = [frame for frame in frames if not frame[1].startswith(_OURS)]
+        mine = [frame for frame in frames if not _is_pythons_or_torchs(frame[1])] or frames
         if mine:
             return place_of(text, mine[-1])
     return None
 
 
+def _is_pythons_or_torchs(file: str) -> bool:
+    return file.startswith(_TORCH) or (file.startswith(_PYTHON) and "-packages" not in file[len(_PYTHON) :])
+
+
 def _what(error: BaseException) -> str:
     """What torch says is wrong, without its internals; ends with a full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = str(error)
+    if (called := _CALLED.search(said)) is not None:
+        name = called["builtin"] or called["function"] or f"{called['kind']}.{called['method']}"
+        return f"It calls {name}, which becomes part of no graph."
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     inner = inner_exception(error)
     if inner is not None:
         first = str(inner).strip().partition("\n")[0]
@@ -166,4 +183,5 @@ def _what(error: BaseException) -> str:
     else:
         what = lines[0] if lines else type(error).__name__
     details = [line for line in lines[1:8] if line.startswith("Explanation:")]
-    return " ".join([f"{what.rstrip('.')}.", *details[:1]])
+    words = " ".join([f"{what.rstrip('.')}.", *details[:1]]).split()
+    return " ".join(words if len(words) <= _FIRST + _LAST else [*words[:_FIRST], "...", *words[-_LAST:]])

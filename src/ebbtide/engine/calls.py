@@ -37,7 +37,8 @@ _ADVICE = (
 )
 
 _ADD_UP = (
-    "add it to a planned call's loss, so that it goes through the same backward: (model(...) + penalty).backward()"
+    "add it to a planned call's loss, so that both go through one backward: (model(...) + penalty).backward(); or call "
+    "the fitted model itself; or fit the part that is called (ebbtide.unfit(model), ebbtide.fit(model.part, budget))"
 )
 _UNCHANGED = "no weight has been changed"
 
@@ -231,6 +232,8 @@ def _look_at(
         arrivals.others_were_there(parameters_in(watched.model))
     if besides or (of_none and by_others):
         watched.calls.count_unplanned(_PAST_THE_MODEL)
+        if arrivals.watches:  # and knows whether what a planned call made is there still
+            is_planned = arrivals.have_come(each for each in own if gradient_of(each) is not None)
         raise UsageError(_refusal(watched, is_planned=is_planned), argument="model")
     if of_none and backwards == seen.backwards:
         watched.calls.count_unplanned(_PAST_THE_MODEL)
@@ -246,9 +249,9 @@ def _refusal(watched: Watched, *, is_planned: bool) -> str:
     changed = 'the planned one has updated weights (step="inside")' if watched.has_updated else _UNCHANGED
     if is_planned:
         return told(
-            f"{about} of two kinds: a planned call made some, and a backward without one, which nothing kept within "
-            f"the budget, has added to them; {changed}",
-            watched.advice or f"{_ADD_UP}; or {_ADVICE}",
+            f"{about} of two kinds: a planned call made some, and a backward without one has added others, which "
+            f"nothing kept within the budget; {changed}",
+            watched.advice or _ADD_UP,
         )
     return told(
         f"{about} of which no planned call has made any, so nothing kept them within the budget; {_UNCHANGED}",

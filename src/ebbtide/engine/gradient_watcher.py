@@ -198,6 +198,9 @@ class GradientWatcher:
             self._come.add(key)
         else:
             self._besides.setdefault(key, set()).add(task)
+            if key in self._come and (found := self._leaves.get(key)) is not None:
+                if gradient_of(found.parameter) is None:  # what had come was dropped
+                    self._come.discard(key)
 
     def besides(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether a backward that was not planned gave one of ``parameters`` its gradient, or a part of it."""

@@ -209,7 +209,8 @@ class PendingStep:
         node.register_prehook(note_arrived)
         if self.executable is not None:
             node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
-            self.sums = watch_sums(node, self.executable.code)
+            siblings = self.siblings
+            self.sums = watch_sums(node, self.executable.code, lambda: siblings.backwards)
         node.register_hook(refuse_second_derivative)
         if self.updates is not None and self.optimizer is not None:
             self.optimizer.scaled_losses.add(node)

@@ -77,7 +77,7 @@ def assertions_as_ops(graph: fx.GraphModule) -> None:
         number = number_read(nodes)
         where = line_of(number) if number is not None else SourceLine("", "")
         raise CaptureError(
-            f"{where.text}. {_ABOUT_A_NUMBER}" if where.text else _ABOUT_A_NUMBER,
+            f"{where.shown}. {_ABOUT_A_NUMBER}" if where.text else _ABOUT_A_NUMBER,
             remedy="assert on the tensor itself, and the assertion is part of the step: assert (x > 0).all()",
             source=where.source,
         )

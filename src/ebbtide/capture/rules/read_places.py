@@ -34,7 +34,7 @@ def refuse_read_places(graph: fx.GraphModule) -> None:
         if any(map(_is_read, places)):
             where = line_of(node)
             reason, remedy = READ_PLACE
-            raise CaptureError(f"{where.text}. {reason}" if where.text else reason, remedy=remedy, source=where.source)
+            raise CaptureError(f"{where.shown}. {reason}" if where.text else reason, remedy=remedy, source=where.source)
 
 
 def _is_read(place: object) -> bool:

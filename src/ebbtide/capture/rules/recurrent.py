@@ -186,7 +186,6 @@ def packed_sequence_refusal(arguments: object, error_text: str) -> tuple[str, st
         return None
     return (
         "A PackedSequence has as many rows in each step as its data says, and plans are of fixed sizes.",
-        "Give the recurrent module the padded tensor, leave the padding out of the loss with a mask, and take the last "
-        "states from the outputs at lengths - 1; up to there the outputs are the same (in a bidirectional module those "
-        "of the first direction)",
+        "Give the recurrent module the padded tensor, mask the padding in the loss, and take last states from the "
+        "outputs at lengths - 1, up to where they are the same (of two directions, the first one's)",
     )
