@@ -35,9 +35,16 @@ class Net(nn.Module):
         torch.manual_seed(0)
         layers = [layer for _ in range(blocks) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1))]
         self.blocks, self.head = nn.Sequential(*layers), nn.Linear(WIDTH, 1)
+        self.last, self.squares = "head", True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x)).square().mean()
+        out = getattr(self, self.last)(self.blocks(x))
+        return out.square().mean() if self.squares else out.abs().mean()
+
+    def rename(self) -> None:
+        """Be a model with other names of parameters."""
+        self.tail, self.last = self.head, "tail"
+        del self.head
 
 
 def bits(module: nn.Module) -> str:
@@ -68,6 +75,9 @@ def train(
     fault: str = "",
     at: int = 0,
     who: int = 1,
+    others_fault: str = "",
+    another_model: bool = False,
+    held_bytes: int = 0,
     alone: str = "",
     again: str = "",
 ) -> dict[str, Any]:
@@ -89,12 +99,19 @@ def train(
         fault: what goes wrong on rank ``who``.
         at: in which step, or in which plan.
         who: the rank that is another.
+        others_fault: what goes wrong on all other ranks.
+        another_model: whether rank ``who`` has a model with other names.
+        held_bytes: what the model of rank ``who`` holds besides.
         alone: what rank ``who`` does alone before step ``at``.
         again: the budget with which a loop that has caught a refusal goes on.
     """
     net = Net()
     if buffers:
         net.blocks.append(nn.BatchNorm1d(WIDTH))
+    if another_model and rank == who:
+        net.rename()
+    if held_bytes and rank == who:
+        net.besides = torch.empty(held_bytes, dtype=torch.uint8)  # in no exchange, as it is no buffer
     wrapper = DistributedDataParallel(net, **MODES[mode])
     if fitted:
         asked = other_budget if other_budget and rank == who else budget
@@ -102,14 +119,15 @@ def train(
     optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     if adam and rank == who:
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    if fault and rank == who:
-        FAULTS[fault](at)
+    own_fault = fault if rank == who else others_fault
+    if own_fault:
+        FAULTS[own_fault](at)
     torch.manual_seed(10 + rank)
     own = list(other_rows) if other_rows and rank == who else list(rows)
     losses, seconds, caught = list[float](), list[float](), list[str]()
     for step in range(steps):
         if alone and rank == who and step == at:
-            _alone(alone, net, optimizer)
+            _alone(alone, net, fitted=fitted)
         count = own[min(step, len(own) - 1)]
         batches = [torch.randn(count, WIDTH) for _ in range(parts)]
         begin = time.monotonic()
@@ -143,20 +161,20 @@ def _step(wrapper: DistributedDataParallel, batches: Sequence[torch.Tensor]) -> 
     return loss.item()
 
 
-def _alone(what: str, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _alone(what: str, net: Net, *, fitted: bool) -> None:
     """What one rank does and the others do not."""
     match what:
-        case "set_budget":
+        case "set_budget" if fitted:
             ebbtide.set_budget(net, "90%")
+        case "unfit" if fitted:
+            ebbtide.unfit(net)
         case "no_grad":
             with torch.no_grad():
                 net(torch.zeros(4, WIDTH))
-        case "unfit":
-            ebbtide.unfit(net)
-        case "accumulates":
-            pass  # gradients of this step stay where they are, so that the next is another
+        case "branch":
+            net.squares = False
         case _:
-            raise AssertionError(what)
+            pass  # "accumulates": gradients of this step stay where they are, so that the next is another
 
 
 # -- parameters that are shards -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,48 @@ def kill(number: int) -> None:
     time.sleep(60)
 
 
-def _interrupt_later(seconds: float) -> None:
-    threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+def _kill_later(tenths: int) -> None:
+    later = threading.Timer(tenths / 10, lambda: kill(signal.SIGKILL))
+    later.daemon = True
+    later.start()
+
+
+def _interrupt_at_the_store(at: int) -> None:
+    """Have Ctrl-C come while this rank, which has planned, waits for the others to say so."""
+    from ebbtide.ranks.rank_group import RankGroup
+
+    gather = RankGroup.gather
+
+    def gathered(group: Any, key: str, own: str, **more: Any) -> Any:
+        if key.endswith(f"{at}/planned"):
+            threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return gather(group, key, own, **more)
+
+    RankGroup.gather = gathered
+
+
+def _skew_costs(at: int) -> None:
+    """Have the ops of this rank take other seconds than they do."""
+    from ebbtide.engine import loop
+
+    measure = loop.with_measured_costs
+
+    def measured(*args: Any) -> Any:
+        program = measure(*args)
+        ops = [replace(op, seconds=op.seconds * ((i + at) * 5 % 7 + 1)) for i, op in enumerate(program.ops)]
+        return replace(program, ops=tuple(ops))
+
+    loop.with_measured_costs = measured
+
+
+def _no_store(at: int) -> None:
+    """Have the group's store out of reach."""
+    from ebbtide.torch_seams import process_groups
+
+    def gone() -> Any:
+        raise RuntimeError(f"connection {at} refused")
+
+    process_groups._c10d = gone
 
 
 def _another_version(at: int) -> None:
@@ -83,6 +124,10 @@ def _another_version(at: int) -> None:
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
+    "skewed costs": _skew_costs,
+    "no store": _no_store,
+    "killed later": _kill_later,
+    "interrupted at the store": _interrupt_at_the_store,
     "another version": _another_version,
     "slow": lambda at: _in_planning(lambda: time.sleep(4), at),
     "late": lambda at: _in_planning(lambda: time.sleep(40), at),

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LIMIT_SECONDS", "TIMEOUT", "Outcome", "run_ranks"]
+__all__ = ["LIMIT_SECONDS", "TIMEOUT", "Outcome", "free_port", "run_ranks"]
 
 TIMEOUT = datetime.timedelta(seconds=15)
 LIMIT_SECONDS = 60.0
@@ -65,7 +65,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOAD))
     with tempfile.TemporaryDirectory() as folder:
-        job = json.dumps({"name": name, "ranks": ranks, "port": _free_port(), "stays": stays, "arguments": arguments})
+        job = json.dumps({"name": name, "ranks": ranks, "port": free_port(), "stays": stays, "arguments": arguments})
         children = [context.Process(target=_rank, args=(rank, job, folder), daemon=True) for rank in range(ranks)]
         end = time.monotonic() + seconds
         try:
@@ -89,7 +89,8 @@ def _outcome(folder: Path, rank: int, *, hangs: bool) -> Outcome:
     return Outcome("hangs" if hangs else "ended", said.read_text()[-4000:] if said.exists() else "", LIMIT_SECONDS)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.engine.gradient_watcher import Backwards, GradientWatcher, backwards_so_far
-from ebbtide.errors import UsageError, told
+from ebbtide.errors import EbbtideError, UsageError, told
 from ebbtide.torch_seams.compile_mode import left_out_of_traces
 from ebbtide.torch_seams.compiling_flag import optimizer_has_stepped, optimizer_steps
 from ebbtide.torch_seams.optimizers import gradient_of
@@ -117,6 +117,7 @@ class Watched(NamedTuple):
         gradient_watcher: of gradients at its parameters.
         advice: what would be planned, where a trainer calls it.
         has_updated: whether its last backward has updated weights, and their optimizer has not stepped since.
+        tell: called with what an optimizer's step is refused with, which other ranks are to know.
     """
 
     model: torch.nn.Module
@@ -126,6 +127,7 @@ class Watched(NamedTuple):
     gradient_watcher: GradientWatcher
     advice: str = ""
     has_updated: bool = False
+    tell: Callable[[BaseException], None] | None = None
 
 
 _Fitted = Callable[[], Iterable[Watched]]
@@ -183,6 +185,16 @@ def _before_step(
 
 def _look(fitted: _Fitted, optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
     models = list(fitted())
+    try:
+        _look_at_all(models, optimizer)
+    except EbbtideError as error:
+        for each in models:
+            if each.tell is not None:
+                each.tell(error)
+        raise
+
+
+def _look_at_all(models: list[Watched], optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
     stepping = optimizer()
     assert stepping is not None
     of_optimizer = _seen.setdefault(stepping, WeakIdKeyDictionary())

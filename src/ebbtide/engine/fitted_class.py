@@ -63,6 +63,7 @@ def watched_of_fitted() -> Iterator[Watched]:
             fitted.gradient_watcher,
             fitted.configuration.advice,
             fitted.optimizers.updated_and_not_stepped,
+            fitted.judge.tell,
         )
         for model, fitted in list(FITTED.items())
     )

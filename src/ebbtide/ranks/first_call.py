@@ -49,7 +49,9 @@ class FirstCall:
             UsageError: if something differs.
             RankError: if a rank does not come.
         """
-        said = [json.loads(each) for each in self._group.gather(self._key("come"), json.dumps(dict(facts)))]
+        said = [
+            json.loads(each) for each in self._group.gather(self._key("come"), json.dumps(dict(facts)), limited=True)
+        ]
         differing = [name for name in facts if len({each.get(name) for each in said}) > 1]
         if not differing:
             self.planning = True
@@ -73,7 +75,10 @@ class FirstCall:
         Raises:
             EbbtideError: what another rank is refused with.
         """
+        self.planning = False  # what fails from here on the others may know nothing of: they may have gone on
         refused = self._said("")
+        if self._group.failing:  # one was interrupted after it had said so
+            self._group.raise_failure()
         if not refused:
             return
         raise known_to_all(refused[0].error(smallest_bytes=_workable(refused)))

@@ -209,13 +209,19 @@ class RankGroup:
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def gather(
-        self, key: str, own: str, *, enough: Callable[[Sequence[str | None]], float | None] | None = None
+        self,
+        key: str,
+        own: str,
+        *,
+        limited: bool = False,
+        enough: Callable[[Sequence[str | None]], float | None] | None = None,
     ) -> list[str]:
         """What every rank says under ``key``, where this one says ``own``; those who are silent are named.
 
         Args:
             key: the same on all ranks.
             own: what this one says.
+            limited: whether who lives is waited for no longer than a collective would.
             enough: how many more seconds to wait for the rest, given what has been said; ``None`` is as long as they
                 live. What was not said by then is an empty text.
 
@@ -238,7 +244,8 @@ class RankGroup:
                     end = now + more
                 if now - checked > _BEAT_SECONDS:
                     checked = now
-                    self._require_alive([i for i, each in enumerate(said) if each is None], now - begin)
+                    missing = [i for i, each in enumerate(said) if each is None]
+                    self._require_alive(missing, now - begin, limited=limited)
         except StoreGone as error:
             raise self._store_gone(error) from error
         raise AssertionError("waiting has no end but these")
@@ -276,11 +283,11 @@ class RankGroup:
                 self.store.write(f"plans/{self.rank}", "")
                 self.store.add("planning", -1)
 
-    def _require_alive(self, waited_for: Sequence[int], seconds: float) -> None:
-        """Raise if one of these has been silent (definition 1)."""
+    def _require_alive(self, waited_for: Sequence[int], seconds: float, *, limited: bool = False) -> None:
+        """Raise if one of these has been silent (definition 1), or has not come."""
         for each in waited_for:
             count, silent = self._silence(each)
-            if count is None and seconds > self.timeout_seconds:
+            if (count is None or limited) and seconds > self.timeout_seconds:
                 raise self._gone(
                     each,
                     f"has not come to its first training call within {self.timeout_seconds:.0f} s, the timeout of the "
