@@ -21,7 +21,18 @@ from publish import benchmarks_page
 from publish.plot import Series, plot
 from publish.results import Result, all_results, without_peer
 
-ALONE = {"hybrid_bound", "models", "opinfo", "promises", "reports", "soak", "structure", "torch_versions", "trainers"}
+ALONE = {
+    "hybrid_bound",
+    "models",
+    "opinfo",
+    "promises",
+    "ranks",
+    "reports",
+    "soak",
+    "structure",
+    "torch_versions",
+    "trainers",
+}
 """Benchmarks that race nobody: one that is added here loses its peer on purpose."""
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from ranks.cases import MODES
-from ranks.hazards import HAZARDS, Hazard, judge
+from rank_cases.cases import MODES
+from rank_cases.hazards import HAZARDS, Hazard, judge
 
 SAMPLE = {
     "refused at the first call, and the loop goes on": "plain",

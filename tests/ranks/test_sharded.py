@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ranks.cases import ORDERS
-from ranks.launch import run_ranks
+from rank_cases.cases import ORDERS
+from rank_cases.launch import run_ranks
 
 
 def test_sharded_models_are_refused_before_anything_runs() -> None:

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ranks.launch import free_port
+from rank_cases.launch import free_port
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import ebbtide
-from ranks.cases import WIDTH, Net, bits
+from rank_cases.cases import WIDTH, Net, bits
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -29,7 +29,14 @@ __all__ = ["LIMIT_SECONDS", "TIMEOUT", "Outcome", "free_port", "run_ranks"]
 
 TIMEOUT = datetime.timedelta(seconds=15)
 LIMIT_SECONDS = 60.0
-_PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel.distributed", "ebbtide", "ebbtide._api.fit", "ranks.cases")
+_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "ebbtide",
+    "ebbtide._api.fit",
+    "rank_cases.cases",
+)
 _STAYS_SECONDS = 40.0
 
 
@@ -101,7 +108,7 @@ def _rank(rank: int, job: str, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from ranks import cases
+    from rank_cases import cases
 
     asked = json.loads(job)
     os.environ["XDG_CACHE_HOME"], os.environ["RANK_FILES"] = f"{folder}/cache-{rank}", f"{folder}/{rank}"

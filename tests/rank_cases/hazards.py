@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from ranks.launch import Outcome, run_ranks
+from rank_cases.launch import Outcome, run_ranks
 
 __all__ = ["HAZARDS", "Hazard", "Judged", "judge"]
 

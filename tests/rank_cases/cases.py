@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
 from ebbtide.errors import EbbtideError, UsageError
-from ranks.faults import FAULTS
+from rank_cases.faults import FAULTS
 
 WIDTH, ROWS = 48, 64
 MODES: dict[str, dict[str, Any]] = {
@@ -222,3 +222,51 @@ def sharded_in_every_way(rank: int, size: int) -> dict[str, Any]:
 
 ORDERS = {"before": 1, "after": 2, "later": 4}
 """Of an order, the step at which a sharded model is refused."""
+
+
+# -- what agreement costs -----------------------------------------------------------------------------------------
+
+
+def agreement(rank: int, size: int) -> dict[str, Any]:
+    """Seconds of a first call's questions, for the rank that comes last to each, and of a steady step's."""
+    from ebbtide.ranks import member
+    from ebbtide.ranks.first_call import FirstCall
+
+    seconds: list[float] = []
+
+    def timed(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            time.sleep(0.5 * rank)
+            begin = time.perf_counter()
+            found = function(*args)
+            seconds.append(time.perf_counter() - begin)
+            return found
+
+        return call
+
+    FirstCall.come, FirstCall.planned = timed(FirstCall.come), timed(FirstCall.planned)
+    member._member = timed(member._member)
+    net = Net()
+    wrapper = DistributedDataParallel(net)
+    ebbtide.fit(net, "80%", progress=None, options=ebbtide.Options(effort=20))
+    wrapper(torch.randn(ROWS, WIDTH)).backward()
+    dist.barrier()
+    first = sum(seconds)
+    own = member._members[wrapper]
+    assert own is not None
+    count, before = 2000, next(iter(wrapper._forward_pre_hooks.values()))
+    with wrapper._inside_ddp_forward():
+        begin = time.perf_counter()
+        for _ in range(count):
+            before(wrapper, ())
+            found = member.member_of(net)
+            assert found is own
+            with found.call(dict):
+                exchange = found.exchange()
+            exchange.begins()
+            exchange.begins()
+            exchange.sent = True
+            member._returned()
+        steady = (time.perf_counter() - begin) / count
+    dist.barrier()
+    return {"first_seconds": first, "steady_seconds": steady}
