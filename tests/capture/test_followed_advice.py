@@ -70,6 +70,21 @@ def date(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
     return h.square().sum()
 
 
+def lists(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
+    m.seen = h.mean(0).tolist()
+    return h.square().sum()
+
+
+def keeps(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
+    m.seen = h.mean(0).detach()
+    return h.square().sum()
+
+
+def sleeps(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
+    time.sleep(0)
+    return h.square().sum()
+
+
 def covariance(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
     return torch.cov(h.T).square().sum()
 
@@ -175,6 +190,8 @@ CASES = {
     "logger": Case(makes_a_logger, "outside of the forward", logs),
     "clock": Case(clock, "Read the clock before and after", says_nothing),
     "date": Case(date, "Read the clock before and after", says_nothing),
+    "tolist": Case(lists, "Keep the tensor", keeps),
+    "sleep": Case(sleeps, "Take the statement out", says_nothing),
     "cov": Case(covariance, r"c @ c\.T / \(x\.shape\[1\] - 1\)", own_covariance),
     "corrcoef": Case(correlation, r"F\.normalize", own_correlation),
     "equal": Case(asks_equal, r"torch\.where", chooses),

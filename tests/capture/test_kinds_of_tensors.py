@@ -130,6 +130,42 @@ class Dense(Graph):
         return self.linear(odd @ x).square().sum()
 
 
+def made_sparse(x: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(x.to_sparse(), torch.ones(4, 4))
+
+
+def made_coo(x: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (ROWS, ROWS)), x)
+
+
+def made_csr(x: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_csr_tensor(torch.arange(ROWS + 1), torch.arange(ROWS), torch.ones(ROWS), (ROWS, ROWS)) @ x
+
+
+def made_nested(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat(list(torch.nested.as_nested_tensor([x[:2], x[2:]]).unbind()))
+
+
+class Making(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.make(self.linear(x)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [*((each, "index_add") for each in (made_sparse, made_coo, made_csr)), (made_nested, "padded tensor and a mask")],
+)
+def test_what_the_forward_makes_is_refused_by_name(make: Callable[[torch.Tensor], torch.Tensor], remedy: str) -> None:
+    with pytest.raises(CaptureError) as refused:
+        ebbtide.fit(Making(make), "1GiB")(torch.ones(ROWS, 4))
+    assert remedy in str(refused.value).partition("\n")[0]
+    assert len(str(refused.value).split()) <= 80
+
+
 @pytest.mark.parametrize("kind", ["coo", "csr"])
 def test_a_view_of_a_sparse_tensors_values_is_refused_by_name(kind: str) -> None:
     model = ebbtide.fit(ByIndex(), "1GiB")

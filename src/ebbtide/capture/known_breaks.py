@@ -132,7 +132,7 @@ _OF_FUNCTIONS = (
 )
 _OF_KINDS = (
     _Break(
-        r"Attempted to wrap sparse Tensor",
+        r"Attempted to wrap sparse Tensor|sparse_\w+_tensor|Sparse(Csr|Csc|Bsr|Bsc)Tensor|to_sparse",
         "It reads or makes a sparse tensor, which becomes part of no graph of torch's compiler.",
         "Give the forward copies of its index and values (of adj.to_sparse_coo().coalesce() indices().clone() and "
         "values().clone()) and add up rows: torch.zeros_like(x).index_add(0, rows, values[:, None] * x[columns]); or "
@@ -144,6 +144,7 @@ _OF_KINDS = (
         "Give the forward copies of them (adj.indices().clone(), adj.values().clone())",
     ),
     _Break(r"Attempted to wrap strided NestedTensor", *NESTED),
+    _Break(r"", *NESTED, line=r"\bnested\.(as_)?nested_tensor\("),
     _Break(
         r"quantized nyi",
         "It reads a quantized tensor (torch.quantize_per_tensor), which torch's compiler takes into no graph.",
@@ -163,7 +164,7 @@ _ASIDE = (
         line=r"getLogger\(",
     ),
     _Break(
-        r"the builtin `time\.|method `(now|utcnow|today)` of class",
+        r"the builtin `time\.(?!sleep)|method `(now|utcnow|today)` of class",
         "It reads the clock, which a plan reads no second time.",
         "Read the clock before and after the call",
     ),
@@ -172,6 +173,11 @@ _ASIDE = (
         "A FakeQuantize module of torch.ao is kept out of graphs by torch.",
         "Call the op: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, quant_min, quant_max), with the "
         "module's scale and zero_point; its observer may look at what the forward returns, after the call",
+    ),
+    _Break(
+        r"tolist\(\) with non-integer tensor",
+        "It reads numbers from a tensor into a Python list.",
+        "Keep the tensor (x.detach()), or return it, and read it after the step; to compute with it, stay with tensors",
     ),
     _Break(
         r"UserDefinedObjectVariable\(generator\)",

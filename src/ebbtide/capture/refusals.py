@@ -61,7 +61,7 @@ _BACKWARD_HOOK = (
 )
 _FIXED_SIZES = (
     "Keep all rows and leave out of the loss with a mask (torch.where) what does not count, or pad outside the model; "
-    "give sizes to the forward as Python ints, not as tensors"
+    "give sizes, and places in lists, to the forward as Python ints, not as tensors"
 )
 _TRACED = (
     "Code of yours (a custom op's fake kernel, an autograd function) failed on the fake tensors with which the step is "
@@ -182,6 +182,6 @@ def _what(error: BaseException) -> str:
         what = f"{type(inner).__name__}: {first}"
     else:
         what = lines[0] if lines else type(error).__name__
-    details = [line for line in lines[1:8] if line.startswith("Explanation:")]
+    details = [line for line in lines[1:8] if re.match(r"Explanation: .", line)]
     words = " ".join([f"{what.rstrip('.')}.", *details[:1]]).split()
     return " ".join(words if len(words) <= _FIRST + _LAST else [*words[:_FIRST], "...", *words[-_LAST:]])
