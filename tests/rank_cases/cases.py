@@ -261,8 +261,9 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
             before(wrapper, ())
             found = member.member_of(net)
             assert found is own
-            with found.call(dict):
-                exchange = found.exchange()
+            found.enter(dict)
+            exchange = found.exchange()
+            found.leave()
             exchange.begins()
             exchange.begins()
             exchange.sent = True

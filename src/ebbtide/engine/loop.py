@@ -110,8 +110,14 @@ def train(
     if ranks is None:
         return _train(model, call, None)
     model.judge.tell = ranks.tell
-    with ranks.call(functools.partial(alike_on_all_ranks, module, model.request)):
-        return _train(model, call, ranks)
+    try:
+        ranks.enter(functools.partial(alike_on_all_ranks, module, model.request))
+        outputs = _train(model, call, ranks)
+        ranks.leave()
+    except BaseException as error:
+        ranks.failed(error)
+        raise
+    return outputs
 
 
 def _train(model: FittedModel, call: Call, ranks: Member | None) -> Any:

@@ -90,25 +90,30 @@ class Member:
         self._wrapper = wrapper
         self._first: FirstCall | None = FirstCall(group, number)
 
-    @contextmanager
-    def call(self, facts: Callable[[], Mapping[str, str]]) -> Iterator[None]:
-        """Open around a planned call of the wrapper's module; ``facts`` are what has to be the same on all ranks.
+    def enter(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """A planned call of the wrapper's module begins; ``facts`` are what has to be the same on all ranks.
+
+        Raises:
+            EbbtideError: what another rank has published, or that ranks differ.
+        """
+        if self._first is not None:
+            self._first.come(facts())
+
+    def leave(self) -> None:
+        """The call has returned.
 
         Raises:
             EbbtideError: what another rank has published.
         """
-        try:
-            if self._first is not None:
-                self._first.come(facts())
-            yield
-            if self.group.failing:
-                self.group.raise_failure()
-        except BaseException as error:
-            if self._first is None:
-                self.group.tell(error)
-            else:
-                self._refused(self._first, error)
-            raise
+        if self.group.failing:
+            self.group.raise_failure()
+
+    def failed(self, error: BaseException) -> None:
+        """The call raises ``error``: tell the others, if they do not know."""
+        if self._first is None:
+            self.group.tell(error)
+        else:
+            self._refused(self._first, error)
 
     def _refused(self, first: FirstCall, error: BaseException) -> None:
         try:

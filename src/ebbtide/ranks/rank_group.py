@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -34,10 +35,13 @@ __all__ = ["RankGroup", "is_known_to_all", "known_to_all"]
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 _LOOK_SECONDS, _BEAT_SECONDS = 0.2, 1.0
+_LATE_SECONDS = 1.0
 _ACKNOWLEDGED_SECONDS = 3.0
 _EXPLAINED_SECONDS = 3.0
-_SILENT_SHARE, _MOST_SILENT_SECONDS = 2 / 3, 20.0
-"""How long a rank may be silent: a share of the group's timeout, so that it is named before that, and no longer."""
+_SILENT_SHARE, _MOST_SILENT_SECONDS = 2 / 3, 60.0
+"""How long a rank may be silent: a share of the group's timeout, so that it is named before that, and no longer.
+
+A thread may have to wait for the interpreter while another plans: 3.3 s at the most were seen on a GPT of 12 layers."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.001, 0.05
 """Between two looks of one that waits; they begin short, for ranks that come at the same time."""
 
@@ -69,6 +73,7 @@ class RankGroup:
         number: of this rank in the world.
         numbers: of all of them.
         wrappers: of this group, in the order of their first planned calls, which is that of all ranks.
+        looked: when it was last seen what others have published.
         exchanged: numbers of those of which a backward has exchanged gradients.
     """
 
@@ -90,6 +95,7 @@ class RankGroup:
         self._epoch = 0
         self._failure: Failure | None = None
         self._plans, self._others_plan_since = 0, 0.0
+        self.looked = time.monotonic()
         self._beats: dict[int, tuple[str | None, float]] = {}
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="ebbtide-ranks", daemon=True).start()
 
@@ -123,6 +129,9 @@ class RankGroup:
         Raises:
             EbbtideError: what another rank has published.
         """
+        if time.monotonic() - self.looked > _LATE_SECONDS:  # what has held up the thread has held up this one
+            with contextlib.suppress(StoreGone):
+                self.look()
         with self._lock:
             if not self.failing:
                 if event is not None:
@@ -259,7 +268,7 @@ class RankGroup:
         begin = checked = time.monotonic()
         try:
             for now in _until(None):
-                if self.failing or self.store.add("planning", 0) <= self._plans:
+                if self.failing or self._planners() <= self._plans:
                     break
                 if now - checked > _BEAT_SECONDS:
                     checked = now
@@ -282,6 +291,10 @@ class RankGroup:
                 self._plans -= 1
                 self.store.write(f"plans/{self.rank}", "")
                 self.store.add("planning", -1)
+
+    def _planners(self) -> int:
+        """How many ranks make a plan alone."""
+        return int(self.store.read("planning") or 0)
 
     def _require_alive(self, waited_for: Sequence[int], seconds: float, *, limited: bool = False) -> None:
         """Raise if one of these has been silent (definition 1), or has not come."""
@@ -358,26 +371,27 @@ class RankGroup:
                 self._failure, self.failing = Failure.from_text(text), True
                 own = self._journal.to_text()
             self.store.write(f"acknowledged/{epoch}/{self.rank}", own)
-        others_plan = self.store.add("planning", 0) > self._plans
+        self.looked = time.monotonic()
+        others_plan = self._planners() > self._plans
         if others_plan and not self.others_plan:
             self._others_plan_since = time.monotonic()
         self.others_plan = others_plan
 
 
 def _watch(of: weakref.ref[RankGroup]) -> None:
-    """The thread of a rank, for as long as its group is there."""
+    """The thread of a rank, for as long as its group and the store are there."""
     beats, due = 0, 0.0
-    with contextlib.suppress(StoreGone):
-        while True:
-            group = of()
-            if group is None or not group.is_open:
-                return
+    while (group := of()) is not None and group.is_open:
+        try:
             if time.monotonic() >= due:
                 beats, due = beats + 1, time.monotonic() + _BEAT_SECONDS
                 group.beat(beats)
             group.look()
-            del group
-            time.sleep(_LOOK_SECONDS)
+        except StoreGone:
+            group.looked = math.inf  # nobody can be asked any more
+            return
+        del group
+        time.sleep(_LOOK_SECONDS)
 
 
 def _until(end: float | None) -> Iterator[float]:
