@@ -71,7 +71,7 @@ from ebbtide.units import format_allowed, format_count
 
 __all__ = ["CHANGED", "FIRST", "IN_ROOM", "OTHER_WAY", "train"]
 
-FIRST = "this takes a while, once for each shape of inputs and each setting of torch (autocast, threads, ...)"
+FIRST = "this takes a while, once for each shape of inputs and each setting of torch"
 CHANGED = (
     "captured again, since something besides its inputs has changed that the step depends on (a mode, an attribute, "
     "a hook)"
