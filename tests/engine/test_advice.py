@@ -406,7 +406,7 @@ def test_a_budget_is_refused_with_one_that_works(kind: Any) -> None:
     optimizer = None if kind is None else kind(model.parameters(), lr=0.1)
     ebbtide.fit(model, "1KiB", optimizer=optimizer, options=ebbtide.Options(effort=100))
     error = refused(lambda: model(LARGE), BudgetError)
-    assert f"sk for {error.smallest_bytes} bytes" in error.remedy
+    assert f"sk for at least {error.smallest_bytes} bytes" in error.remedy
     for kind_of_part, size in error.resident_parts.items():
         assert f"{kind_of_part} " in error.figures
         assert f" {size} bytes" in error.figures
