@@ -163,7 +163,7 @@ def prints_nothing(m: Any, x: torch.Tensor) -> torch.Tensor:
         (asserts_by_a_call, asserts_a_tensor, "assert torch.isfinite(x).all(), 'not finite'"),
         (asserts_a_number, asserts_a_tensor, "assert (x > 0).all()"),
         (selects_rows, masks_rows, "torch.where"),
-        (prints, prints_nothing, "take the statement out"),
+        (prints, prints_nothing, "print it after the call"),
     ],
 )
 def test_a_statement_is_refused_with_what_to_write(wrong: Body, right: Body, remedy: str) -> None:
