@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.capture import known_breaks, known_libraries
+from ebbtide.capture.refusals import refusal
 from ebbtide.errors import CaptureError
 
 Body = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -256,3 +258,23 @@ def test_a_batch_norm_that_counts_is_named_wherever_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4, momentum=None)))
     with pytest.raises(CaptureError, match=re.escape("momentum=0.1")):
         ebbtide.fit(model, "1GiB", options=ebbtide.Options(effort=50))(torch.randn(2, 4))
+
+
+def test_every_known_break_leaves_room_for_its_line() -> None:
+    """A refusal has 80 words at most."""
+    of_torch = [f"{each.reason} {each.remedy}" for each in known_breaks._BREAKS]
+    of_libraries = [f"{each.reason} {each.remedy}" for each in known_libraries._LIBRARIES]
+    assert [each for each in (*of_torch, *of_libraries) if len(each.split()) > 58] == []
+
+
+def test_other_breaks_are_told_in_few_words() -> None:
+    class Unsupported(Exception):
+        pass
+
+    said = f"Something{' new' * 40}\n  Explanation: It does not{' at all' * 40} ('the end')\n"
+    line = f'from user code:\n  File "/a/model.py", line 3, in forward\n    y = x{" + x" * 60}\n'
+    told = str(refusal(Unsupported(f"{said}\n{line}"), nn.Linear(1, 1)))
+    assert len(told.split()) <= 80
+    assert "Something new" in told
+    assert "('the end')" in told
+    assert 'File "/a/model.py", line 3, in forward: y = x + x' in told

@@ -223,9 +223,9 @@ _BREAKS = (
     _Break(
         r"mutate tensor data attribute to different|set_ on a graph input",
         "It gives a parameter, a buffer or an argument another tensor's data (parameter.data = ...) while it runs.",
-        "Do it before the call. bitsandbytes' layers cast their bias once: call the model once before, as it will be "
-        "trained, under torch.no_grad(). Its 4-bit layers pack their weights when they are called in eval mode on a "
-        "CPU: have them in training mode (train())",
+        "Call the model once before, as it will be trained, under torch.no_grad(): bitsandbytes' layers cast their "
+        "bias once. Its 4-bit layers pack their weights when called in eval mode on a CPU: have them in training mode "
+        "(train())",
         line=r"[/\\]bitsandbytes[/\\]",
     ),
     _Break(

@@ -17,7 +17,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 _STEP = re.compile(r"L\['\w+'\]\.?|(?:__dict__\['_modules'\]|_modules)\['(\w+)'\]")
 """What Dynamo writes of one module on the way; of one that its owner looks up itself (PEFT) in ``__dict__``."""
 _TORCH = str(Path(torch.__file__).parent)
-_LONG = 80  # characters of code
+_LONG, _WORDS = 80, 14  # of code
 _CAPTURE = str(Path(__file__).parent)
 
 
@@ -31,7 +31,11 @@ class SourceLine(NamedTuple):
     def shown(self) -> str:
         """The words, without the end of a long line of code."""
         place, colon, code = self.text.partition(": ")
-        return self.text if len(code) <= _LONG else f"{place}{colon}{code[:_LONG].rpartition(' ')[0]} ..."
+        words = code.split(" ")
+        if len(code) > _LONG:
+            words = code[:_LONG].split(" ")[:-1]
+        kept = " ".join(words[:_WORDS])
+        return self.text if kept == code else f"{place}{colon}{kept} ..."
 
 
 def place_of(trace: str, frame: re.Match[str]) -> SourceLine:

@@ -37,7 +37,7 @@ _CALLED = re.compile(
     r"|function `(?P<function>[\w.]+)`(?: in file `[^`]*`)? should not be traced"
 )
 """What torch's compiler could not follow, in its own words."""
-_FIRST, _LAST = 12, 18  # words of what else it says
+_FIRST, _LAST = 8, 10  # words of what else it says
 _USER_CODE = re.compile(r"from user code:|User Stack \(most recent call last\):|User stack trace:")
 
 # Told apart by name, so that this module needs none of torch's private ones.
