@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import settings
@@ -18,8 +19,14 @@ def examples(count: int) -> int:
     return max(min(5, count), count // divisor)
 
 
+GIVEN_BACK = (0, 3, -4, -20)
+"""Bytes that user code holds, or gives back of what was resident (gradients of earlier steps)."""
+
+
 @st.composite
-def programs(draw: st.DrawFn, max_ops: int = 12, max_tangents: int = 2) -> Program:
+def programs(
+    draw: st.DrawFn, max_ops: int = 12, max_tangents: int = 2, held_bytes: Sequence[int] = (0, 0, 3)
+) -> Program:
     """A program with multi-output, random, single-run and mutated-input ops, workspaces, pins and tangents."""
     count = draw(st.integers(1, max_ops))
     boundary = draw(st.integers(0, count))
@@ -67,7 +74,7 @@ def programs(draw: st.DrawFn, max_ops: int = 12, max_tangents: int = 2) -> Progr
         gradients=some(made),
         mutations=tuple(sorted(mutations)),
         between_bytes=draw(st.sampled_from([0, 0, 12, 25])),
-        held_bytes=draw(st.sampled_from([0, 0, 3])),
+        held_bytes=draw(st.sampled_from(held_bytes)),
     )
 
 

@@ -14,7 +14,7 @@ from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_schedule
-from strategies import programs, reruns
+from strategies import GIVEN_BACK, programs, reruns
 
 
 def resident_before(program: Program, order: list[int | None], position: int, b: int) -> bool:
@@ -59,7 +59,7 @@ def peak_by_definition(program: Program, order: list[int | None]) -> int:
 
 @given(data=st.data())
 def test_bytes_are_those_of_the_definition(data: st.DataObject):
-    program: Program = data.draw(programs(max_ops=9))
+    program: Program = data.draw(programs(max_ops=9, held_bytes=GIVEN_BACK))
     state = IntervalState(program)
     state.load(data.draw(reruns(program)))
     expected = peak_by_definition(program, state.order())
@@ -85,7 +85,7 @@ def with_moves(program: Program, schedule: Schedule, random: Random) -> Schedule
 
 @given(data=st.data(), random=st.randoms(use_true_random=False))
 def test_simulator_and_checker_agree_on_the_peak_of_any_legal_schedule(data: st.DataObject, random: Random):
-    program: Program = data.draw(programs())
+    program: Program = data.draw(programs(held_bytes=GIVEN_BACK))
     state = IntervalState(program)
     state.load(data.draw(reruns(program)))
     schedule = with_moves(program, state.to_schedule(), random)
@@ -95,7 +95,7 @@ def test_simulator_and_checker_agree_on_the_peak_of_any_legal_schedule(data: st.
         assert [violation.clause for violation in check(program, schedule, peak - 1)] == [6]
 
 
-@given(program=programs())
+@given(program=programs(held_bytes=GIVEN_BACK))
 def test_unplanned_runs_everything_once(program: Program):
     timeline = simulate(program, unplanned_schedule(program))
     assert timeline.runs.tolist() == [1] * len(program.ops)

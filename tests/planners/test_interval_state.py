@@ -10,7 +10,7 @@ from ebbtide.step import legality
 from ebbtide.step.program import Program
 from ebbtide.step.schedule import Boundary, Compute
 from ebbtide.step.simulate import simulate
-from strategies import programs, reruns
+from strategies import GIVEN_BACK, programs, reruns
 
 
 def levels(state: IntervalState) -> list[int]:
@@ -19,7 +19,7 @@ def levels(state: IntervalState) -> list[int]:
 
 @given(data=st.data())
 def test_equals_the_simulator_after_every_change(data: st.DataObject):
-    program: Program = data.draw(programs())
+    program: Program = data.draw(programs(held_bytes=GIVEN_BACK))
     state = IntervalState(program)
     for op, stage in data.draw(reruns(program)):
         if (op, stage) in state.reruns:
@@ -39,7 +39,7 @@ def test_equals_the_simulator_after_every_change(data: st.DataObject):
 
 @given(data=st.data())
 def test_rollback_restores_everything(data: st.DataObject):
-    program: Program = data.draw(programs())
+    program: Program = data.draw(programs(held_bytes=GIVEN_BACK))
     state = IntervalState(program)
     state.load(data.draw(reruns(program)))
     before = (state.reruns, levels(state), state.overhead)
@@ -55,7 +55,7 @@ def test_rollback_restores_everything(data: st.DataObject):
 
 @given(data=st.data())
 def test_stage_bytes_are_the_peaks_between_first_runs(data: st.DataObject):
-    program: Program = data.draw(programs())
+    program: Program = data.draw(programs(held_bytes=GIVEN_BACK))
     state = IntervalState(program)
     state.load(data.draw(reruns(program)))
     schedule = state.to_schedule()

@@ -20,14 +20,14 @@ from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_schedule
 from ebbtide.units import Budget
 from oracle.brute_force import optimal_overhead
-from strategies import chain, examples, programs
+from strategies import GIVEN_BACK, chain, examples, programs
 
 
 def overhead_of(program: Program, schedule) -> float:
     return simulate(program, schedule).seconds / program.seconds - 1.0
 
 
-@given(program=programs(max_ops=6, max_tangents=1), share=st.floats(0.0, 1.0))
+@given(program=programs(max_ops=6, max_tangents=1, held_bytes=GIVEN_BACK), share=st.floats(0.0, 1.0))
 def test_against_the_optimum(program: Program, share: float):
     unplanned = simulate(program, unplanned_schedule(program)).above_bytes
     floor, _ = floor_bytes(program)
@@ -48,7 +48,7 @@ def test_against_the_optimum(program: Program, share: float):
                 assert overhead_of(program, answer.schedule) <= best + 2e-6
 
 
-@given(program=programs(max_ops=6, max_tangents=1))
+@given(program=programs(max_ops=6, max_tangents=1, held_bytes=GIVEN_BACK))
 def test_no_schedule_lies_below_the_floor(program: Program):
     floor, _ = floor_bytes(program)
     assert floor == 0 or optimal_overhead(program, floor - 1) is None

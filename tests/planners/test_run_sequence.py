@@ -14,7 +14,7 @@ from ebbtide.step.program import Program
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import overhead_of, simulate
 from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
-from strategies import programs
+from strategies import GIVEN_BACK, programs
 
 
 def agrees(program: Program, sequence: RunSequence) -> None:
@@ -24,7 +24,7 @@ def agrees(program: Program, sequence: RunSequence) -> None:
     assert overhead_of(program, schedule) == pytest.approx(sequence.overhead, abs=1e-6)
 
 
-@given(program=programs(max_ops=14), seed=st.integers(1, 1 << 30), moves=st.integers(1, 25))
+@given(program=programs(max_ops=14, held_bytes=GIVEN_BACK), seed=st.integers(1, 1 << 30), moves=st.integers(1, 25))
 def test_equals_the_simulator_after_any_move(program: Program, seed: int, moves: int):
     sequence = RunSequence(program, 1 << 40)
     sequence.load(unplanned_schedule(program).computes)
@@ -38,7 +38,7 @@ def test_equals_the_simulator_after_any_move(program: Program, seed: int, moves:
     assert (sequence.order(), sequence.peak_bytes) == (order, peak)
 
 
-@given(program=programs(max_ops=14), seed=st.integers(1, 1 << 30), share=st.floats(0.3, 1.0))
+@given(program=programs(max_ops=14, held_bytes=GIVEN_BACK), seed=st.integers(1, 1 << 30), share=st.floats(0.3, 1.0))
 def test_moves_are_taken_back_exactly(program: Program, seed: int, share: float):
     sequence = RunSequence(program, int(share * unplanned_bytes(program)))
     sequence.load(unplanned_schedule(program).computes)

@@ -489,3 +489,45 @@ def last_layers_gradient_first(run: Run) -> None:
         return loss.detach()
 
     run.train(ConvNet(), step)
+
+
+def _by_optimizer(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def _by_model(model: Any, optimizer: Any) -> None:
+    model.zero_grad()
+
+
+CLEARED = {"by_optimizer": _by_optimizer, "by_model": _by_model}
+
+
+@variants(CLEARED, share=1.0)
+def zeroed_before_the_backward(run: Run, clear: Callable[[Any, Any], None]) -> None:
+    """As PyTorch's tutorials write it: the old gradients are there in the forward, and gone in the backward."""
+    model = Chain(256, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    run.fit(model, optimizer=optimizer)
+    for i in range(6):
+        with run.step():
+            loss = model(run.x(i, 64, 256))
+            clear(model, optimizer)
+            loss.backward()
+        run.see_model(model, f"step {i}")
+        optimizer.step()
+
+
+@situation(share=0.9, over=(3, 4, 5), said=OVER)
+def zeroed_before_the_backward_and_then_not(run: Run) -> None:
+    """A step that then adds up is said, and the next are planned for that."""
+    model = Chain(256, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    run.fit(model, optimizer=optimizer)
+    for i in range(6):
+        with run.step():
+            loss = model(run.x(i, 512, 256))
+            if i != 3:
+                optimizer.zero_grad()
+            loss.backward()
+        run.see_model(model, f"step {i}")
+        optimizer.step()

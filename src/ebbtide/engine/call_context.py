@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.engine.compiled import Call
+from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES, Call
 from ebbtide.engine.key import CallSlot, Code, key_of, modes_of
+from ebbtide.engine.known_windows import Cleared, KnownWindows
 from ebbtide.engine.pending_steps import PendingStep, PendingSteps, kept_bytes, kept_inputs, pending_around
-from ebbtide.measurement.resident import start_bytes, watched_in
+from ebbtide.measurement.resident import gradient_bytes, start_bytes, watched_in
 from ebbtide.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 from ebbtide.torch_seams.storages import StorageWatch, walk
@@ -26,7 +27,7 @@ class CallContext:
         call_slot: key of the call, and how many of the model's forwards are pending (``between``).
         modes: what of the key does not depend on the arguments.
         trained: per parameter whether it takes a gradient.
-        accumulating: whether every parameter that takes a gradient has one.
+        accumulating: whether every parameter that takes a gradient has one, as far as is known also in the backward.
         module: whose call it is.
         inputs: watches its arguments; empty on CUDA, where the allocator knows.
         device: ``"cpu"`` or ``"cuda"``.
@@ -38,6 +39,8 @@ class CallContext:
         repeated: whether a backward is running, so that this is a checkpoint's repetition of a forward.
         hooks: on parameters.
         updates: whether its backward applies gradients (``inside``).
+        cleared: what is known of the gradients that are there (``known_windows``).
+        gradient_bytes: theirs, where somebody may clear them before the backward.
     """
 
     call_slot: CallSlot
@@ -55,6 +58,8 @@ class CallContext:
     repeated: bool
     hooks: tuple[int, ...]
     updates: bool = False
+    cleared: Cleared = Cleared.NEVER_SEEN
+    gradient_bytes: int = 0
 
     @property
     def key(self) -> object:
@@ -78,6 +83,7 @@ def observe(
     number: int,
     code: Code,
     siblings: PendingSteps,
+    windows: KnownWindows,
     optimizers: Sequence[torch.optim.Optimizer],
     gradients_stay: bool,
     updates: bool,
@@ -89,6 +95,7 @@ def observe(
         number: of the model.
         code: the functions of the model's classes.
         siblings: the pending steps of the model.
+        windows: what is known of the user windows of its steps.
         optimizers: whose state counts.
         gradients_stay: whether gradients that are there now may be cleared before the backward.
         updates: whether its backward applies gradients.
@@ -100,11 +107,17 @@ def observe(
     resident = start_bytes(own, optimizers, others, call.device)
     flying = pending_around(siblings)
     modes = (modes_of(call.module, call.device, trained), code.of(classes))
+    slot = CallSlot(key_of(modes, call.args, call.kwargs), len(siblings.by_number), number)
+    hooked, repeated = has_saved_tensor_hooks(), in_backward()
+    alone = not (gradients_stay or updates or hooked or repeated)
+    cleared = windows.cleared(slot) if alone else Cleared.KEPT
+    expected = cleared in (Cleared.ASKED, Cleared.SEEN)
+    may_go = expected or (accumulating and cleared is Cleared.NEVER_SEEN)
     return CallContext(
-        call_slot=CallSlot(key_of(modes, call.args, call.kwargs), len(siblings.by_number), number),
+        call_slot=slot,
         modes=modes,
         trained=trained,
-        accumulating=accumulating and not gradients_stay,
+        accumulating=accumulating and not (gradients_stay or expected),
         module=call.module,
         inputs=tuple(inputs),
         device=call.device,
@@ -113,8 +126,10 @@ def observe(
         reached=frozenset(own) if on_cpu else frozenset(),
         pending=tuple(flying),
         flying_bytes=sum(each.executable.leaves_bytes for each in flying if each.executable is not None),
-        hooked=has_saved_tensor_hooks(),
-        repeated=in_backward(),
+        hooked=hooked,
+        repeated=repeated,
         hooks=hooks,
         updates=updates,
+        cleared=cleared,
+        gradient_bytes=gradient_bytes(call.module, ALLOCATOR_GRANULARITY_BYTES[call.device]) if may_go else 0,
     )

@@ -125,7 +125,7 @@ class Executable:
     def differs(self, now: Demand) -> str | None:
         """Why the plan does not hold for a call that asks for ``now``, for people; ``None`` if it does."""
         window, program = now.window, self.plan.program
-        peak, held = program.between_bytes, program.held_bytes
+        peak, held = program.between_bytes, program.held_bytes + self.validity.cleared_bytes
         if window is not None and (window.peak_bytes, window.held_bytes) != (peak, held):
             # Forwards that come between may be planned for what is left to them.
             peak, held = min(window.peak_bytes, max(peak, window.least_bytes)), window.held_bytes
@@ -142,7 +142,7 @@ class Executable:
         """What others may hold from its forward to its step's end."""
         plan, program = self.plan, self.plan.program
         needs = plan.resident_bytes + self.needs_with(program.between_bytes, program.held_bytes)
-        return program.held_bytes + max(plan.budget_bytes - needs, 0)
+        return program.held_bytes + self.validity.cleared_bytes + max(plan.budget_bytes - needs, 0)
 
     # -- a measured step ----------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from ebbtide.engine.gradient_watcher import note_planned
 from ebbtide.engine.linked_outputs import watch_links
 from ebbtide.engine.pending_steps import (
     PendingStep,
+    learn_cleared,
     learn_retained,
     learn_together,
     pending_around,
@@ -282,6 +283,7 @@ def run_backward(args: list[Any]) -> Any:
             pending.exchange.begins()
         pending.siblings.backwards += 1
         note_backward(pending.number)
+        learn_cleared(pending)
         if pending.measuring.record is not None:
             pending.measuring.record.backward_begins(retains=keeps_graph())  # what follows is no code of the user's
     relaid = executable.layouts.relaid(args)
@@ -413,6 +415,7 @@ def _gradients(
     if gauge is None or being_watched(executable.code.device) or retained or other:  # what is in no plan
         gradients = backward(args)
     else:
+        gauge.forget(executable.validity.cleared_bytes)
         gradients = _gauged(gauge, backward, args)
         gauge.close()
         if not gauge.disturbed:

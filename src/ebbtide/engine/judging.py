@@ -23,6 +23,7 @@ from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.executor import being_watched
 from ebbtide.engine.first_runs import Phase
 from ebbtide.engine.key import CallSlot
+from ebbtide.engine.known_windows import Cleared
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
 from ebbtide.engine.pending_steps import PendingStep
@@ -180,8 +181,9 @@ class Judge:
             if over > _SLACK_BYTES:
                 sample.due = sample.steps + 1
                 part, there = _what_grew(record, plan), learned.windows.retained(slot)
-                first = there is not None and (retained is None or retained.again != there.again)
-                if on_violation == "replan" and part in _OF_GRAPHS and first:
+                news_then = there is not None and (retained is None or retained.again != there.again)
+                kept = executable.validity.cleared_bytes and learned.windows.cleared(slot) is Cleared.KEPT
+                if on_violation == "replan" and part in _OF_GRAPHS and (news_then or kept):
                     return  # said when the backward began
                 if not given and still_holds():  # what it leaves free is put aside too, or it would come again
                     free = plan.budget_bytes - plan.predicted_peak_bytes - plan.reserve_bytes
@@ -265,7 +267,8 @@ def _what_grew(record: StepRecord, plan: Plan) -> Part:
     if record.highest_bytes <= plan.budget_bytes:
         return max((Part.WINDOW, Part.AFTER), key=lambda each: record.parts[each].peak_bytes)
     highest = max(record.parts, key=lambda each: record.parts[each].highest_bytes)
-    kept = record.parts[Part.WINDOW].left_bytes - plan.program.late_bytes
+    program = plan.program
+    kept = record.parts[Part.WINDOW].left_bytes - (program.late_bytes - min(program.held_bytes, 0))
     over = record.highest_bytes - plan.budget_bytes
     return Part.WINDOW if highest is not Part.FORWARD and kept >= over else highest
 

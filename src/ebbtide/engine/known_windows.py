@@ -10,10 +10,15 @@
    there is room, and no training is refused for them.
 5. A loss outside that was not measured for a shape is *likely* to take, for each byte that the model returns, the most
    that one of another shape took; of more bytes it takes more by their square, as a loss of pairs does.
+6. Gradients of earlier steps may be *cleared* in the window (``loss = model(x); optimizer.zero_grad();
+   loss.backward()``). A first step, which has none, sees the call itself; a later one whether they are gone when its
+   backward begins, and a first one of another shape goes by what these have told. Where they once were not, nobody
+   counts on that any more.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +26,16 @@ from ebbtide.engine.key import CallSlot
 from ebbtide.engine.retained import Retained
 from ebbtide.engine.user_window import UserWindow
 
-__all__ = ["KnownWindows"]
+__all__ = ["Cleared", "KnownWindows"]
+
+
+class Cleared(enum.Enum):
+    """What is known of gradients that are there when a forward begins (definition 6)."""
+
+    NEVER_SEEN = "no step has told"
+    ASKED = "they are to be cleared before the backward, as a call in a step that had none says"
+    SEEN = "they were cleared before the backward"
+    KEPT = "some were there in the backward"
 
 
 @dataclass
@@ -34,10 +48,23 @@ class KnownWindows:
         default_factory=dict[CallSlot, "dict[CallSlot, UserWindow]"]
     )
     _retained: dict[CallSlot, Retained] = field(default_factory=dict[CallSlot, Retained])
+    _cleared: dict[CallSlot, Cleared] = field(default_factory=dict[CallSlot, Cleared])
     _together: set[tuple[CallSlot, CallSlot]] = field(default_factory=set[tuple[CallSlot, CallSlot]])
 
-    def of(self, call_slot: CallSlot) -> UserWindow | None:
-        """All that happens between the graphs of calls of ``call_slot``, as far as it is known."""
+    def of(self, call_slot: CallSlot, cleared_bytes: int = 0) -> UserWindow | None:
+        """All that happens between the graphs of calls of ``call_slot``, as far as it is known.
+
+        Args:
+            call_slot: of the calls.
+            cleared_bytes: of gradients of earlier steps that go there.
+        """
+        found = self._taken(call_slot)
+        if not cleared_bytes:
+            return found
+        found = found or UserWindow(0, 0, 0)
+        return replace(found, held_bytes=found.held_bytes - cleared_bytes)
+
+    def _taken(self, call_slot: CallSlot) -> UserWindow | None:
         known = [*self._forwards.get(call_slot, {}).values()]
         if call_slot in self._losses:
             known.append(self._losses[call_slot])
@@ -98,6 +125,18 @@ class KnownWindows:
         """User code took so much after a backward that retained its graph, before that was gone."""
         known = self._retained.get(call_slot, Retained())
         self._retained[call_slot] = replace(known, after_bytes=max(taken_bytes, known.after_bytes or 0))
+
+    def cleared(self, call_slot: CallSlot) -> Cleared:
+        """Whether gradients of earlier steps are cleared between the graphs of calls of ``call_slot``."""
+        if (known := self._cleared.get(call_slot)) is not None:
+            return known
+        others = {found for each, found in self._cleared.items() if each.depth == call_slot.depth}
+        return Cleared.ASKED if others and Cleared.KEPT not in others else Cleared.NEVER_SEEN
+
+    def learn_cleared(self, call_slot: CallSlot, found: Cleared) -> None:
+        """A step of ``call_slot`` has told; that some were kept stands."""
+        if self._cleared.get(call_slot) is not Cleared.KEPT:
+            self._cleared[call_slot] = found
 
     def learn_forward(self, call_slot: CallSlot, other: CallSlot, window: UserWindow) -> None:
         """A call of ``other``, of any fitted model, starts before the backward of one of ``call_slot``."""

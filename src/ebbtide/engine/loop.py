@@ -33,6 +33,7 @@ from ebbtide.engine.alike import alike_on_all_ranks
 from ebbtide.engine.attempts import Again, Attempts
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.calls import NOTHING_TO_TRAIN
+from ebbtide.engine.clearing import clearing_of
 from ebbtide.engine.compiled import Call, StaleCapture
 from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
@@ -285,7 +286,7 @@ def _make(
         with profiling_within(attempts.profiling), own_faults():
             program = _cost(model, captured if in_backward is None else in_backward.with_updates(captured), now)
             demand = _demand(model, step, now)
-            plan, tentative = plan_for(
+            plan, tentative, cleared_bytes = plan_for(
                 PlanTask(
                     step=step,
                     captured=captured,
@@ -313,6 +314,7 @@ def _make(
             settings=demand.settings,
             moves=plan.schedule.moves,
             layouts=demand.layouts,
+            cleared_bytes=cleared_bytes,
         )
         with own_faults():
             return now, step.executable_for(captured, plan, validity, in_backward=in_backward)
@@ -479,6 +481,7 @@ def _run(
     """The forward of ``call`` under ``executable``."""
     pending = _pending(model, step, executable, now)
     pending.exchange = None if ranks is None else ranks.exchange()
+    pending.clearing = clearing_of(now.module, now.cleared, now.gradient_bytes)
     alone = not model.pending
     before = model.pending.disturb(pending.number)
     choose_checks(pending, now.device)

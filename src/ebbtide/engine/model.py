@@ -105,6 +105,7 @@ class FittedModel:
             number=self.number,
             code=self.code,
             siblings=self.pending,
+            windows=self.learned.windows,
             optimizers=self.optimizers.all,
             gradients_stay=self.configuration.gradients_stay,
             updates=self.optimizers.updates_in_backward,

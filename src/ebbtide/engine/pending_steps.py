@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 from ebbtide.cost.cache import product_precisions
+from ebbtide.engine.clearing import Clearing
 from ebbtide.engine.derivatives import refuse_second_derivative
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.hook_order import keep_order
 from ebbtide.engine.key import CallSlot
-from ebbtide.engine.known_windows import KnownWindows
+from ebbtide.engine.known_windows import Cleared, KnownWindows
 from ebbtide.engine.retained import Retained
 from ebbtide.engine.shared_gradients import SharedGradients, watch_sums
 from ebbtide.engine.step_handles import ANY_STEP
@@ -57,6 +58,7 @@ __all__ = [
     "in_flight_beside",
     "kept_bytes",
     "kept_inputs",
+    "learn_cleared",
     "learn_overlap",
     "learn_retained",
     "learn_together",
@@ -155,6 +157,7 @@ class PendingStep:
         node: its autograd node, once the forward has returned.
         sums: watches gradients that it adds up, the first time that its code runs.
         exchange: where its backward meets other ranks; ``None`` outside of a DistributedDataParallel of several.
+        clearing: tells whether gradients of earlier steps go before its backward; ``None`` once that is known.
         thread: that started it.
     """
 
@@ -171,6 +174,7 @@ class PendingStep:
     node: weakref.ref[Any] | None = None
     sums: SharedGradients | None = None
     exchange: Exchange | None = None
+    clearing: Clearing | None = None
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -230,6 +234,7 @@ class PendingStep:
         if executable is not None and executable.first_runs.proving == self.handle:
             executable.first_runs.proving = None
         self.retire()
+        self.clearing = None
         self.measuring.end_record()
         if self.sums is not None:
             self.sums.end()
@@ -358,6 +363,31 @@ def learn_retained(pending: PendingStep, *, again: bool) -> None:
             "that is planned for, if there is room",
             stacklevel=users_level(),
         )
+
+
+def learn_cleared(pending: PendingStep) -> None:
+    """The backward of ``pending`` begins: tell whether old gradients were cleared, and say it if they were to be."""
+    clearing, pending.clearing = pending.clearing, None
+    executable, knowledge = pending.executable, pending.siblings.knowledge
+    if clearing is None or executable is None or knowledge is None:
+        return
+    found = clearing.found()
+    if found is None:
+        return
+    knowledge.learn_cleared(pending.overlap.call_slot, found)
+    counted_on = executable.validity.cleared_bytes
+    if found is Cleared.KEPT and counted_on:
+        plan = executable.plan
+        total = plan.resident_bytes + executable.needs_with(
+            plan.program.between_bytes, plan.program.held_bytes + counted_on
+        )
+        if total > plan.budget_bytes:
+            warnings.warn(
+                "gradients of earlier steps are there in this backward, which were cleared between forward and "
+                f"backward before: this step may take {format_bytes(total)}, over its budget of "
+                f"{format_allowed(plan.budget_bytes)}. From the next step on they are planned for, if there is room",
+                stacklevel=users_level(),
+            )
 
 
 def learn_together(pending: PendingStep | None) -> None:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,18 +25,18 @@ from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.configuration import Configuration, Request
 from ebbtide.engine.executable import left_bytes
 from ebbtide.engine.given import given_plan_here, program_of, start_here
-from ebbtide.engine.known_windows import KnownWindows
+from ebbtide.engine.known_windows import Cleared, KnownWindows
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
 from ebbtide.engine.pending_steps import PendingSteps, in_flight_beside, most_left_bytes
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
-from ebbtide.engine.resident_by_kind import GRADIENTS_TO_COME, STATE, resident_by_kind, without_pending
+from ebbtide.engine.resident_by_kind import GRADIENTS, GRADIENTS_TO_COME, STATE, resident_by_kind, without_pending
 from ebbtide.engine.retained import Retained, plan_retained, retained_bytes
 from ebbtide.engine.step import Step
 from ebbtide.engine.user_window import UserWindow
 from ebbtide.engine.validity import LEAST_MEMORY, Demand, leaves_more
 from ebbtide.errors import BudgetError, CaptureError
-from ebbtide.faults import users_level
+from ebbtide.faults import forget_frames, users_level
 from ebbtide.measurement.resident import gradients_to_come
 from ebbtide.optimizer.cost.forecast import offload_hint
 from ebbtide.optimizer.state.combined import parts_of
@@ -74,10 +75,10 @@ def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learne
     return Demand(
         request=request,
         resident_bytes=step.resident_bytes(now) + optimizers.state_to_come_bytes(),
-        window=windows.of(now.call_slot),
+        window=windows.of(now.call_slot, _cleared_bytes(now, windows)),
         retained=windows.retained(now.call_slot),
         ends=tuple(_ends_of(step, now, learned, optimizers)),
-        guess=_waits_for_a_loss(step, now, windows) or (bool(now.flying_bytes) and not now.was_expected),
+        guess=_waits_for_a_loss(step, now, windows) or (bool(now.flying_bytes) and not now.was_expected) or _asked(now),
         accumulating=now.accumulating,
         updates=now.updates,
         settings=in_backward.settings if in_backward is not None and now.updates else (),
@@ -97,6 +98,16 @@ def _ends_of(step: Step, now: CallContext, learned: Learned, optimizers: Optimiz
     held = 0 if own is None or optimizers.offloaded is None else own.held_bytes
     yield hooks_end(learned.after.bytes(now.call_slot, now.hooks), held)
     yield StepEnd(step.piece.capture.asked_bytes, held, what=_ASKED, remedies=(_ASK_OUTSIDE,), before=True)
+
+
+def _cleared_bytes(now: CallContext, windows: KnownWindows) -> int:
+    """Of the gradients that are there, what goes before the backward, as earlier ones have."""
+    return now.gradient_bytes if windows.cleared(now.call_slot) is Cleared.SEEN else 0
+
+
+def _asked(now: CallContext) -> bool:
+    """Whether gradients are there that are to be cleared before the backward, as far as one call says."""
+    return now.cleared is Cleared.ASKED and bool(now.gradient_bytes)
 
 
 def _waits_for_a_loss(step: Step, now: CallContext, windows: KnownWindows) -> bool:
@@ -134,6 +145,7 @@ class PlanTask:
         pending: steps of the model.
         other_plans: plans of the model that are at hand.
         known_smallest_bytes: below which budgets were refused for it.
+        cleared_bytes: of gradients of earlier steps, counted on to go before the backward.
     """
 
     step: Step
@@ -149,6 +161,12 @@ class PlanTask:
     pending: PendingSteps
     other_plans: Sequence[Plan]
     known_smallest_bytes: int = 0
+    cleared_bytes: int = 0
+
+    @property
+    def window(self) -> UserWindow | None:
+        """What happens between the graphs of such calls."""
+        return self.windows.of(self.now.call_slot, self.cleared_bytes)
 
     @property
     def finish(self) -> Finish:
@@ -182,9 +200,10 @@ class PlanTask:
         return reserve
 
 
-def plan_for(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool]:
-    """The plan for a call, and whether it will do only until more is known (definition 1).
+def plan_for(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool, int]:
+    """The plan for a call, whether it will do only until more is known (definition 1), and the gradients that go in it.
 
+    Gradients that nobody has seen go, but that a call says will, are counted on only where there is no plan with them.
     Forwards that train nothing together with this one are left out where there is no plan with room for them. Nothing
     of the model has run when this returns or raises. What a refusal names is planned once before it is raised, unless
     more is found out for it first.
@@ -198,6 +217,19 @@ def plan_for(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool]:
         CaptureError: if a given plan moves tensors inside of somebody else's checkpoint.
         PlanMismatch: if the given plan is of another step or machine.
     """
+    task = replace(task, cleared_bytes=_cleared_bytes(task.now, task.windows))
+    if _asked(task.now):
+        handled = sys.exception()
+        try:
+            return _plan_for(task)[0], True, 0
+        except BudgetError as error:
+            forget_frames(error, handled)  # which hold the gradients
+        task = replace(task, cleared_bytes=task.now.gradient_bytes)
+    return *_plan_or_least(task, profiling), task.cleared_bytes
+
+
+def _plan_or_least(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool]:
+    """What :func:`_plan_for` gives; a refusal names a budget that was planned."""
     try:
         return _plan_for(task)
     except BudgetError as error:
@@ -231,7 +263,7 @@ def _plan_for(task: PlanTask) -> tuple[Plan, bool]:
         return _fit_given_plan(task, task.request.given_plan, resident, reserve, parts), False
     guess = _waits_for_a_loss(task.step, now, windows)
     end = most_of(task.demand.ends, task.program)
-    window = windows.of(now.call_slot)
+    window = task.window
     likely = windows.likely_loss(now.call_slot, task.program.returned_bytes) if guess and window is None else None
     if likely is not None and not now.flying_bytes:
         with contextlib.suppress(BudgetError):
@@ -259,7 +291,7 @@ def _plan_for(task: PlanTask) -> tuple[Plan, bool]:
                     error.add_note(note)
                 raise  # here, with no frame more than it has
         _warn_of_untrained()
-        window = windows.of(now.call_slot)
+        window = task.window
     if leaves_more(task.demand, plan.planner, left_bytes(plan)):
         with contextlib.suppress(BudgetError):
             wanted = replace(wanted, options=replace(wanted.options, planner=LEAST_MEMORY))
@@ -494,6 +526,12 @@ def _figures_leave_out(wanted: _Wanted, error: BudgetError) -> Iterator[str]:
     made = sum(program.buffers[each].bytes for each in set(program.gradients))
     if made and not (now.accumulating or task.configuration.gradients_stay):
         yield f"Where gradients are accumulated, add {format_bytes(made)} from the second micro-batch on"
+    there = (wanted.options.resident_parts or {}).get(GRADIENTS, 0)
+    if there and not task.cleared_bytes:
+        yield (
+            f"Gradients of earlier steps are {format_bytes(there)} of that. Where they are not added to, zero them "
+            "before the forward (optimizer.zero_grad())"
+        )
     declared = task.optimizers.declared
     if declared is not None and task.optimizers.offloaded is None and len(parts_of(declared)) == 1:
         yield from offload_hint(declared, now.module, error, program, wanted.resident_bytes)

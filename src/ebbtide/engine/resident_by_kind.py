@@ -10,11 +10,11 @@ from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.pending_steps import kept_bytes
 from ebbtide.engine.step import Step
-from ebbtide.measurement.resident import resident_parts, tensors_in
+from ebbtide.measurement.resident import GRADIENTS, resident_parts, tensors_in
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.torch_seams.data_parallel import bucket_bytes
 
-__all__ = ["GRADIENTS_TO_COME", "STATE", "resident_by_kind", "without_pending"]
+__all__ = ["GRADIENTS", "GRADIENTS_TO_COME", "STATE", "resident_by_kind", "without_pending"]
 
 STATE = OPTIMIZER_STATE
 GRADIENTS_TO_COME = "gradients that will stay"

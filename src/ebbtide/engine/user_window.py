@@ -13,7 +13,7 @@ class UserWindow:
 
     Attributes:
         peak_bytes: at the most.
-        held_bytes: kept until the step's end.
+        held_bytes: kept until the step's end; negative if more is given back, such as gradients of earlier steps.
         least_bytes: the peak if whatever else runs there were planned for the least memory.
     """
 

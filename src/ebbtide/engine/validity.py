@@ -44,8 +44,8 @@ class Demand:
         window: taken between the two graphs by user code, as far as it is known.
         retained: how the backward retains its graph; ``None`` if it does not.
         ends: what is taken before the forward or when the backward has returned, at one moment or another.
-        guess: whether something that a plan depends on is not known: what a loss outside takes, or a forward in flight
-            that was planned without this one.
+        guess: whether something that a plan depends on is not known: what a loss outside takes, a forward in flight
+            that was planned without this one, or whether gradients are cleared before the backward.
         accumulating: whether all gradients are added to others.
         updates: whether the backward applies gradients.
         settings: of the optimizer that does; empty without one.
@@ -85,6 +85,7 @@ class Validity:
         settings: of the optimizer that does, with which its updates were priced; empty without one.
         moves: whether it moves buffers to other tiers.
         layouts: of the gradients of the outputs for which its step was traced; ``None`` for those of the capture.
+        cleared_bytes: of gradients of earlier steps, which its user window gives back.
     """
 
     request: int
@@ -94,6 +95,7 @@ class Validity:
     settings: tuple[object, ...]
     moves: bool
     layouts: Layouts | None = None
+    cleared_bytes: int = 0
 
     def differs(self, now: Demand, plan: Plan, lacking_bytes: int, lacking_in_window_bytes: int) -> str | None:
         """Why ``plan``, which rests on this, does not hold for a call that asks for ``now``; ``None`` if it does.

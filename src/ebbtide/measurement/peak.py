@@ -75,7 +75,7 @@ class StepGauge:
             give_back_peak(self._before)
 
     def forget(self, size_bytes: int) -> None:
-        """So many bytes go between the two windows, where on CPU nobody sees it: mutations, once copied back."""
+        """So many bytes go between the two windows, where on CPU nobody sees it: mutations, old gradients."""
         self._level -= 0 if self._cuda else size_bytes
 
 

@@ -21,6 +21,7 @@ from ebbtide.torch_seams.storages import (
     held_in,
     modules_in,
     parameter_table,
+    parameters_in,
     parts_of,
     storage_key,
     with_storages,
@@ -28,8 +29,11 @@ from ebbtide.torch_seams.storages import (
 from ebbtide.user_objects import attributes_of, elements_of, is_a, is_mapping
 
 __all__ = [
+    "GRADIENTS",
     "as_stepping",
     "device_of",
+    "gradient_bytes",
+    "gradient_watches",
     "gradients_to_come",
     "held_by",
     "hidden_in",
@@ -42,6 +46,9 @@ __all__ = [
     "tensors_in",
     "watched_in",
 ]
+
+GRADIENTS = "gradients of earlier steps"
+"""A kind of what is resident."""
 
 
 def tensors_in(root: object) -> Iterator[torch.Tensor]:
@@ -177,7 +184,7 @@ def resident_parts(
     parameters = [each for each in model.parameters() if not is_offloaded(each)]
     kinds: dict[str, Iterable[torch.Tensor]] = {
         WEIGHTS: (part for each in parameters for part in parts_of(each)),
-        "gradients of earlier steps": tensors_in([gradient_of(each) for each in parameters if each.is_leaf]),
+        GRADIENTS: tensors_in([gradient_of(each) for each in parameters if each.is_leaf]),
         "buffers of modules": tensors_in(list(model.buffers())),
         OPTIMIZER_STATE: tensors_in(list(state)),
         "arguments of the call": tensors_in(arguments),
@@ -221,6 +228,20 @@ def start_bytes(
     state = storages_in(optimizers)
     reached = {**others, **state, **own}
     return sum(reached.values()) + left_bytes(reached)
+
+
+def gradient_bytes(module: torch.nn.Module, granularity_bytes: int = 1) -> int:
+    """Bytes of the storages of the gradients at the parameters of ``module``, each rounded up."""
+    sizes: dict[int, int] = {}
+    for gradient in map(gradient_of, parameters_in(module)):
+        if gradient is not None:
+            sizes[storage_key(gradient)] = gradient.untyped_storage().nbytes()
+    return sum(-(-size // granularity_bytes) * granularity_bytes for size in sizes.values())
+
+
+def gradient_watches(module: torch.nn.Module) -> list[StorageWatch]:
+    """Watches of these gradients."""
+    return [StorageWatch(each) for each in map(gradient_of, parameters_in(module)) if each is not None]
 
 
 def gradients_to_come(

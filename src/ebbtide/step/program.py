@@ -121,7 +121,8 @@ class Program:
         mutations: buffers that no op reads and that must exist at the boundary, where they go (definition 6).
         between_bytes: the peak of user code between the two graphs, above the level that the forward left;
             the tangents are in it. What is less than their bytes counts as their bytes.
-        held_bytes: what user code keeps from the boundary to the step's end besides outputs and tangents.
+        held_bytes: what user code keeps from the boundary to the step's end besides outputs and tangents; negative if
+            it gives back more of what was resident than it keeps.
         resident_bytes: definition 3.
         context: what the program depends on besides its ops (device, threads, torch build).
 

@@ -206,7 +206,7 @@ def request_of(program: Program, budget: int, *, copies: int, reruns: list[tuple
         runs[o] += 1
     unit = max(program.seconds, 1e-30) * COST_RESOLUTION
     request: Line = {
-        "capacity": budget,
+        "capacity": budget + _given_back(program),
         "ops": [
             {
                 "cost": max(round(op.seconds / unit), 1),
@@ -246,11 +246,20 @@ def _bytes(program: Program, buffers: Iterable[int]) -> int:
     return sum(program.buffers[b].bytes for b in buffers)
 
 
+def _given_back(program: Program) -> int:
+    """By how much less is there after the boundary than before, apart from what ops have made."""
+    return max(-program.late_bytes, 0)
+
+
 def _fixed(program: Program) -> list[tuple[int, int, int]]:
     """Intervals that no choice changes (definition 2), as start, end and bytes."""
     n = len(program.ops)
     boundary, end = _cp_child.boundary_event(n, program.boundary), _cp_child.end_event(n)
-    found = [(boundary, end, program.late_bytes), (boundary, boundary + 1, program.between_excess_bytes)]
+    found = [
+        (boundary, end, max(program.late_bytes, 0)),
+        (0, boundary, _given_back(program)),  # a capacity that is so much larger has no room for it until then
+        (boundary, boundary + 1, program.between_excess_bytes),
+    ]
     for b in sorted(program.pinned.union(program.mutations)):
         o = program.buffers[b].producer
         if o is not None:
