@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ebbtide
 from ebbtide.errors import BudgetError, UsageError
@@ -285,3 +286,37 @@ def test_an_optimizer_for_each_weight_that_steps_in_a_hook_counts() -> None:
     for _ in range(2):
         model(*args).backward()
     assert state_of(model, args) == moments_of(model.parameters())
+
+
+class TwoSteps(torch.optim.Optimizer):
+    """Has steps of its own names, as SAM does, and keeps the weights between them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["old"] = each.data.clone()
+                each.add_(each.grad)
+
+
+def test_state_of_an_optimizer_whose_step_nobody_sees_counts() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer, other = TwoSteps(model.parameters()), TwoSteps([nn.Parameter(torch.zeros(3))])
+    ebbtide.fit(model, "1GiB", options=ebbtide.Options(effort=10))
+    x = torch.randn(8, 64)
+    model(x).square().mean().backward()
+    first = ebbtide.plan_of(model)
+    optimizer.first_step()
+    model.zero_grad()
+    ebbtide.set_budget(model, "2GiB")
+    model(x).square().mean().backward()
+    second = ebbtide.plan_of(model)
+    assert first is not None
+    assert second is not None
+    assert second.resident_bytes - first.resident_bytes == sum(each.nbytes for each in model.parameters())
+    assert "TwoSteps" in str(second)
+    assert "TwoSteps" not in str(first)
+    del other

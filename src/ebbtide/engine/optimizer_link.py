@@ -1,6 +1,7 @@
-"""The optimizers that train one fitted model: the one that was told of, and those that were met stepping its weights.
+"""The optimizers that train one fitted model: the one that was told of, and others that step or have its weights.
 
-Their state counts as resident, that of the first one before it exists.
+Their state counts as resident, that of the first one before it exists. An optimizer that has steps of its own names
+(SAM's ``first_step``) is met by nobody, so before a plan is made all that live are looked through.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import StepEnd, end_bytes
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import IN_THE_STEP
-from ebbtide.torch_seams.optimizers import is_of_torch, parameters_stepped_by
+from ebbtide.torch_seams.optimizers import is_of_torch, living_optimizers, parameters_stepped_by
+from ebbtide.torch_seams.storages import parameters_in
 from ebbtide.units import format_bytes
 
 __all__ = ["OptimizerLink"]
@@ -42,6 +44,7 @@ class OptimizerLink:
     Attributes:
         declared: the optimizer that was told of; ``None`` from where another one steps all that it steps.
         others: that have stepped weights of the model and were not told of: what state they have counts.
+        seen: that were there with weights of the model when a plan was made: likewise.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class OptimizerLink:
         self.offloaded = offloaded
         self.in_backward = in_backward
         self.others = weakref.WeakSet[torch.optim.Optimizer]()
+        self.seen = weakref.WeakSet[torch.optim.Optimizer]()
         self._state_at_first_step = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._stepping: OptimizerStepCost | None = None
         self._planned_with: object = None  # options that the last forward counted on
@@ -65,7 +69,7 @@ class OptimizerLink:
     def all(self) -> list[torch.optim.Optimizer]:
         """All whose state counts."""
         declared = [] if self.declared is None else [self.declared]
-        return [*declared, *(each for each in self.others if each is not self.declared)]
+        return [*declared, *(each for each in self.others | self.seen if each is not self.declared)]
 
     @property
     def step_cost(self) -> OptimizerStepCost | None:
@@ -126,6 +130,12 @@ class OptimizerLink:
             self.in_backward.close()
             self.in_backward = OptimizerInBackward(optimizer, self.in_backward.max_norm)
         return True
+
+    def look_for_others(self, module: torch.nn.Module) -> None:
+        """Count the state of all optimizers that have weights of ``module``: a plan is about to be made."""
+        within = [] if self.declared is None else optimizers_in(self.declared)
+        living = living_optimizers(parameters_in(module))
+        self.seen = weakref.WeakSet(each for each in living if not any(each is one for one in within))
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer is about to step weights of the model, maybe one that nobody told of.
@@ -239,7 +249,8 @@ class OptimizerLink:
     @property
     def names(self) -> str:
         """Classes of all whose state counts."""
-        return _names_of(self.all)
+        met = [each for each in self.all if each is self.declared or each in self.others]
+        return _names_of([*met, *(each for each in self.seen if _state_bytes(each))])
 
     def advice_to_declare(self) -> Iterator[str]:
         """What a refusal says of optimizers that have come after the first plan."""

@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "is_last_before_step",
     "is_of_torch",
     "is_torchs_own",
+    "living_optimizers",
     "own_step",
     "parameters_stepped_by",
     "set_gradient",
@@ -42,6 +44,24 @@ _GRADIENT: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 def parameters_stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """The parameters of its groups, in the order in which it steps."""
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def living_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Optimizers with one of ``parameters`` in their groups, whoever has them: all living objects are looked at.
+
+    That takes a quarter of what a collection of garbage does.
+    """
+    kinds: list[type] = [torch.optim.Optimizer]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    known, own = set(map(id, kinds)), set(map(id, parameters))
+    found: list[Any] = [each for each in gc.get_referrers(*kinds) if id(type(each)) in known]  # an object has its class
+    groups = ((each, vars(each).get("param_groups") or ()) for each in found)  # one that is being made has none
+    return [
+        each
+        for each, own_groups in groups
+        if any(id(parameter) in own for group in own_groups for parameter in group.get("params", ()))
+    ]
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
