@@ -16,8 +16,9 @@ What is known of a model:
 - ``captured_steps``: its steps; ``shared_calls``: which calls share a capture; ``step``: one step and its plans.
 - ``piece``: a captured graph and its inputs; ``compiled``: the capture of a call; ``stubs``: what AOTAutograd is given.
 - ``executable``: a plan that can run; ``step_code``: its code; ``first_runs``: what is proven and measured of that.
-- ``learned``: what runs have taught: ``user_window`` and ``known_windows``, between forward and backward; ``after``,
-  when the backward has returned. ``judging``: whether a step stayed within its budget, and what follows if not.
+- ``learned``: what runs have taught: ``user_window`` and ``known_windows``, between forward and backward, where
+  ``clearing`` finds out whether old gradients go; ``after``, when the backward has returned. ``judging``: whether a
+  step stayed within its budget, and what follows if not.
 - ``optimizer_link``: the optimizers that train it; ``calls``: how its calls went, and training past the model.
 - ``alike``: what has to be the same on all ranks that train it.
 - ``pending_steps``: forwards whose backward has not come; ``step_handles``: how a backward finds its forward.
