@@ -61,6 +61,7 @@ BREAKS: dict[str, tuple[str, str, object]] = {
     ),
     "boxed_code_empties_its_list": ("torch.fx.graph._BoxedCodeGen", "gen_fn_def", torch.fx.graph.CodeGen.gen_fn_def),
     "backwards_have_numbers": ("torch._C", "_current_graph_task_id", lambda: -1),
+    "calls_of_zero_grad_are_seen": ("torch.optim.Optimizer", "zero_grad", lambda self, set_to_none=True: None),
     "saved_tensor_hooks_are_seen": ("torch._C._autograd", "_top_saved_tensors_default_hooks", lambda _: None),
     "ends_of_backwards_are_seen": ("torch.Tensor", "backward", lambda self: None),
     "marked_sizes_become_symbols": ("torch._dynamo", "maybe_mark_dynamic", lambda *_: None),

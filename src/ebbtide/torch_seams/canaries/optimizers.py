@@ -1,4 +1,4 @@
-"""What is relied on of optimizers and of gradients of parameters."""
+"""The canaries of ``optimizers`` and ``zero_grad``: steps, and gradients of parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbtide.torch_seams import optimizers
+from ebbtide.torch_seams import optimizers, zero_grad
 from ebbtide.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -100,3 +100,19 @@ def a_backward_says_which_leaves_get_gradients() -> None:
     expect(_Sum.told == [True, False], f"of the first of two is told {_Sum.told}")
     torch.autograd.grad(output(), one)
     expect(_Sum.told == [None, False], f"of torch.autograd.grad is told {_Sum.told}")
+
+
+@canary
+def calls_of_zero_grad_are_seen() -> None:
+    """Optimizers and modules drop gradients by a ``zero_grad`` that one class has for all."""
+    module = torch.nn.Linear(2, 1, device="cpu")
+    optimizer = torch.optim.SGD([module.weight])
+    noted: list[list[Tensor]] = []
+    for cleared, count in ((optimizer, 1), (module, 2)):
+        module.weight.grad = torch.ones(1, 2, device="cpu")
+        with zero_grad.watch_zero_grad(lambda parameters: noted.append(list(parameters))):
+            cleared.zero_grad(set_to_none=False)
+            expect(not noted and module.weight.grad is not None, "gradients that are set to zeros are dropped")
+            cleared.zero_grad()
+        expect(module.weight.grad is None, "zero_grad leaves gradients")
+        expect(len(noted) == 1 and len(noted.pop()) == count, "a call of zero_grad is not seen")
