@@ -255,8 +255,25 @@ def test_a_step_that_cannot_be_tried_is_said_not_to_be_counted() -> None:
     plain = Net()
     optimizer.step(lambda: plain(batch()).detach())  # its state is there
     ebbtide.fit(model, "1GiB", optimizer=optimizer, progress=None)
-    model(batch()).backward()
+    with pytest.warns(UserWarning, match="what LBFGS takes while it steps cannot be found out"):
+        model(batch()).backward()
+    model(batch()).backward()  # said once
     assert "not what optimizer.step() takes while it runs, which cannot be found out" in str(ebbtide.plan_of(model))
+
+
+def test_a_closure_is_said_of_an_optimizer_that_nobody_told_of() -> None:
+    model = ebbtide.fit(Net(), "1GiB", progress=None)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch())
+        loss.backward()
+        return loss.detach()
+
+    with pytest.warns(UserWarning, match="what LBFGS takes while it steps cannot be found out"):
+        optimizer.step(closure)
+    optimizer.step(closure)  # said once
 
 
 class Mixed(Descent):

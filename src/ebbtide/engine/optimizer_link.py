@@ -26,7 +26,7 @@ from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import StepEnd, end_bytes
 from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import IN_THE_STEP
-from ebbtide.torch_seams.optimizers import is_of_torch, living_optimizers, parameters_stepped_by
+from ebbtide.torch_seams.optimizers import is_of_torch, living_optimizers, needs_closure, parameters_stepped_by
 from ebbtide.torch_seams.storages import parameters_in
 from ebbtide.units import format_bytes
 
@@ -59,6 +59,8 @@ class OptimizerLink:
         self.in_backward = in_backward
         self.others = weakref.WeakSet[torch.optim.Optimizer]()
         self.seen = weakref.WeakSet[torch.optim.Optimizer]()
+        self._said_unknown = weakref.WeakSet[torch.optim.Optimizer]()
+        self._unknown: torch.optim.Optimizer | None = None  # what its step takes, as the last plan has found out
         self._state_at_first_step = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._stepping: OptimizerStepCost | None = None
         self._planned_with: object = None  # options that the last forward counted on
@@ -172,6 +174,8 @@ class OptimizerLink:
             return
         self.others.add(optimizer)
         self._state_at_first_step[optimizer] = _state_bytes(optimizer)
+        if needs_closure(as_stepping(optimizer)):
+            self._warn_of_unknown_step(optimizer)
         if declared is not None and self.offloaded is None and _parameter_ids(declared) <= _parameter_ids(optimizer):
             self._warn_of_another(optimizer, declared)
             self.others.add(declared)
@@ -193,6 +197,20 @@ class OptimizerLink:
                 "ebbtide.set_optimizer(model, optimizer) before the forward tells of it",
                 stacklevel=users_level(),
             )
+
+    def _warn_of_unknown_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say once that what the step of ``optimizer`` takes while it runs is in no budget."""
+        if optimizer in self._said_unknown:
+            return
+        self._said_unknown.add(optimizer)
+        inside = ", and the model's steps within it," if needs_closure(as_stepping(optimizer)) else ""
+        weights = sum(each.nbytes for each in parameters_stepped_by(optimizer))
+        warnings.warn(
+            f"what {class_names(optimizer)} takes while it steps cannot be found out: its state counts once it is "
+            f"there, and its temporaries never, so that its step{inside} may exceed the budget by them. Leave room for "
+            f"a few times its weights ({format_bytes(weights)}) in the budget",
+            stacklevel=users_level(),
+        )
 
     # -- what they keep, and will keep --------------------------------------------------------------------------
 
@@ -235,10 +253,17 @@ class OptimizerLink:
         """What is counted of the step of the optimizer that was told of."""
         if now.updates:
             return IN_THE_STEP
-        return "" if (step := self.step_cost) is None else taken_in_words(step.taken_bytes(now.trained))
+        if (step := self.step_cost) is None:
+            return ""
+        taken = step.taken_bytes(now.trained)
+        self._unknown = step.optimizer if taken is None else None
+        return taken_in_words(taken)
 
     def forward_ran(self, now: CallContext, plan: Plan) -> None:
         """Note with which options a forward ran under ``plan``: others before the optimizer's step are refused."""
+        if (unknown := self._unknown) is not None:
+            self._unknown = None
+            self._warn_of_unknown_step(unknown)
         self._free_bytes = max(plan.budget_bytes - plan.resident_bytes - end_bytes(plan.program), 0)
         step = self.step_cost
         counts = step is not None and self.in_backward is None and not now.checkpointed

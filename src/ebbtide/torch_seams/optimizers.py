@@ -30,6 +30,7 @@ __all__ = [
     "is_of_torch",
     "is_torchs_own",
     "living_optimizers",
+    "needs_closure",
     "own_step",
     "parameters_stepped_by",
     "set_gradient",
@@ -44,6 +45,12 @@ _GRADIENT: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
 def parameters_stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """The parameters of its groups, in the order in which it steps."""
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step wants a closure, which calls the model within it (LBFGS)."""
+    closure = inspect.signature(own_step(type(optimizer))).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def living_optimizers(parameters: Iterable[torch.Tensor]) -> list[torch.optim.Optimizer]:
