@@ -112,7 +112,7 @@ def observe(
     alone = not (gradients_stay or updates or hooked or repeated)
     cleared = windows.cleared(slot) if alone else Cleared.KEPT
     expected = cleared in (Cleared.ASKED, Cleared.SEEN)
-    may_go = expected or (accumulating and cleared is Cleared.NEVER_SEEN)
+    may_go = expected or (accumulating and cleared is not Cleared.KEPT)
     return CallContext(
         call_slot=slot,
         modes=modes,

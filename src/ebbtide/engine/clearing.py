@@ -25,14 +25,14 @@ class Clearing:
 
     Args:
         module: whose step it is.
-        found: what is known when its backward begins, of the module; ``None`` if nothing is.
+        found: what is known when its backward begins, of the module.
     """
 
-    def __init__(self, module: torch.nn.Module, found: Callable[[torch.nn.Module], Cleared | None]) -> None:
+    def __init__(self, module: torch.nn.Module, found: Callable[[torch.nn.Module], Cleared]) -> None:
         self._module, self._found = weakref.ref(module), found
 
     def found(self) -> Cleared | None:
-        """What the step has told; its backward begins."""
+        """What the step has told, whose backward begins; ``None`` if its module is gone."""
         module = self._module()
         return None if module is None else self._found(module)
 
@@ -82,7 +82,7 @@ class _Called:
 
         self._watch = watch_zero_grad(note)
 
-    def __call__(self, module: torch.nn.Module) -> Cleared | None:
+    def __call__(self, module: torch.nn.Module) -> Cleared:
         self._watch.close()
         trained = {id(each) for each in parameters_in(module) if each.requires_grad}
-        return Cleared.ASKED if trained <= self._cleared else None
+        return Cleared.ASKED if trained <= self._cleared else Cleared.UNASKED

@@ -33,6 +33,7 @@ class Cleared(enum.Enum):
     """What is known of gradients that are there when a forward begins (definition 6)."""
 
     NEVER_SEEN = "no step has told"
+    UNASKED = "a step that had none has seen no call that clears them before the backward"
     ASKED = "they are to be cleared before the backward, as a call in a step that had none says"
     SEEN = "they were cleared before the backward"
     KEPT = "some were there in the backward"
@@ -131,7 +132,8 @@ class KnownWindows:
         if (known := self._cleared.get(call_slot)) is not None:
             return known
         others = {found for each, found in self._cleared.items() if each.depth == call_slot.depth}
-        return Cleared.ASKED if others and Cleared.KEPT not in others else Cleared.NEVER_SEEN
+        some = not others.isdisjoint((Cleared.ASKED, Cleared.SEEN))
+        return Cleared.ASKED if some and Cleared.KEPT not in others else Cleared.NEVER_SEEN
 
     def learn_cleared(self, call_slot: CallSlot, found: Cleared) -> None:
         """A step of ``call_slot`` has told; that some were kept stands."""
