@@ -94,7 +94,7 @@ HAZARDS = (
     Hazard("other budgets", {"other_budget": "75%"}, "UsageError", text="their budget differs"),
     Hazard("another model", {"another_model": True}, "UsageError", text="their model differs"),
     Hazard("another version", {"fault": "another version"}, "UsageError", text="their version of Ebbtide differs"),
-    Hazard("no store", {"fault": "no store"}, "RankError", text="rank {} has not come"),
+    Hazard("no store", {"fault": "no store", "others_fault": "no store"}, "RankError", text=_STORE),
 )
 
 

@@ -16,6 +16,7 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -116,6 +117,7 @@ def _rank(rank: int, job: str, folder: str) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what it starts beside itself
     faulthandler.dump_traceback_later(LIMIT_SECONDS - 10, exit=False)
     torch.set_num_threads(1)
     dist.init_process_group(
