@@ -216,6 +216,7 @@ def _raised(error: BaseException) -> None:
     group = exchange.member.group
     if exchange.begun and exchange.sent and comes_from_a_collective(error):
         if (named := group.explain()) is not None:
+            group.tell(named, unsent=exchange.synced)
             raise named from error
     elif isinstance(error, EbbtideError) or not exchange.sent:
         group.tell(error, unsent=exchange.synced and exchange.begun and not exchange.sent)

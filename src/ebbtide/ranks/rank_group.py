@@ -334,7 +334,10 @@ class RankGroup:
     # -- what a collective has raised -------------------------------------------------------------------------------
 
     def explain(self) -> EbbtideError | None:
-        """What the store says of why a collective has failed here; ``None`` if it says nothing."""
+        """What the store says of why a collective has failed here; ``None`` if it says nothing.
+
+        Of a rank that plans the others are to be told: it lives, and would come to an exchange that is over.
+        """
         self._beats.clear()
         try:
             for _ in _until(time.monotonic() + _EXPLAINED_SECONDS):
@@ -346,9 +349,12 @@ class RankGroup:
                 if self._silence(each)[1] > _EXPLAINED_SECONDS - _BEAT_SECONDS / 2:
                     return self._gone(each, "has ended or hangs")
                 if self.store.read(f"plans/{each}"):
-                    seconds = time.monotonic() - self._others_plan_since
-                    limit = f"{self.timeout_seconds:.0f} s"
-                    return self._gone(each, f"plans since {seconds:.0f} s, and the process group waits for {limit}")
+                    number, seconds = self.numbers[each], time.monotonic() - self._others_plan_since
+                    return RankError(
+                        f"rank {number} has been planning for {seconds:.0f} s, and the process group waits for "
+                        f"{self.timeout_seconds:.0f} s",
+                        rank=number,
+                    )
         except StoreGone as gone:
             return self._store_gone(gone)
         except EbbtideError as error:

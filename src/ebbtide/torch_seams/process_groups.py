@@ -45,7 +45,7 @@ class StoreGone(Exception):
 def _reached() -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError) as error:  # torch's errors of networks and stores are RuntimeErrors
+    except (RuntimeError, ValueError, KeyError) as error:  # of networks, stores, and groups that are destroyed
         raise StoreGone(str(error)) from error
 
 

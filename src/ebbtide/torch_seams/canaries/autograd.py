@@ -221,6 +221,16 @@ def backwards_are_seen() -> None:
     (value * 2).backward()
     expect(len(ends) == 2, f"{len(ends)} of two backwards' ends were seen")
     expect(begun == [(1, 0), (1, 1)], f"roots and inputs of two backwards: {begun}")
+    raised: list[BaseException] = []
+    freed = value * value
+    freed.backward()
+    try:
+        with autograd.BackwardWatch(raises=raised.append):
+            freed.backward()
+    except RuntimeError as error:
+        expect(raised == [error], "what a backward raises is not seen")
+    else:
+        expect(False, "a graph that is freed runs again")
 
 
 @canary
