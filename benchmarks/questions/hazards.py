@@ -18,7 +18,7 @@ APART_SECONDS = 5.0
 def rows(case: str, quick: bool) -> Iterator[Row]:
     """One for each hazard; in other modes than the first those that concern what the wrapper exchanges."""
     mode, _, count = case.partition(", ")
-    wanted = [each for each in HAZARDS if mode == "plain" or each.modes]
+    wanted = [each for each in HAZARDS if each.is_tried_in(mode)]
     for hazard in wanted[:2] if quick else wanted:
         found = judge(hazard, mode, int(count.split()[0]))
         if found.wrong:

@@ -36,6 +36,10 @@ class Hazard:
     who: int | None = None
     modes: bool = False
 
+    def is_tried_in(self, mode: str) -> bool:
+        """Whether it is one in ``mode``: torch's own ``static_graph`` fails if its first backward is in ``no_sync``."""
+        return mode == "plain" or (self.modes and not (mode == "static" and "parts" in self.arguments))
+
     @property
     def alike(self) -> bool:
         """Whether all ranks live and raise together."""
