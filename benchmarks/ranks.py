@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -20,5 +21,7 @@ from questions import agreement, hazards
 SEEDS = {"weights and inputs": 0, "planners": 0}
 NO_PEER = "What is asked is whether ranks hang; the same wrapper without Ebbtide is the reference for bits."
 
+QUESTIONS: dict[str, ModuleType] = {"hazards": hazards, "agreement": agreement}
+
 if __name__ == "__main__":
-    sys.exit(main(__file__, str(__doc__), {"hazards": hazards, "agreement": agreement}, most_seconds=2400.0))
+    sys.exit(main(__file__, str(__doc__), QUESTIONS, most_seconds=2400.0))

@@ -64,7 +64,7 @@ SELECTION = (
     Selection("hybrid_bound", ("lane_gap:0-49", "lane_violations:165-179"), 2.0),
     Selection("hybrid", ("plan:gpt-12L a100", "grid:vgg16 a100", "disk:mlp_chain"), 1.5),
     Selection("reports", ("chain-",), 1.5, resumes=False),
-    Selection("ranks", ("agreement:2",), 1.0),
+    Selection("ranks", ("agreement:2",), 0.9),
     Selection("soak", ("soak:steps of changing shapes",), 1.5),
 )
 """Every benchmark but ``gpu`` (`make gpu`) and ``torch_versions`` (`make test-torch`)."""
