@@ -310,8 +310,8 @@ class RankGroup:
                 raise self._gone(each, f"has ended or hangs: it has been silent for {silent:.0f} s")
 
     def _gone(self, each: int, what: str) -> RankError:
-        """That another rank is not to be waited for, which every rank finds out for itself."""
-        return known_to_all(RankError(f"rank {self.numbers[each]} {what}", rank=self.numbers[each]))
+        """That another rank is not to be waited for. It is told like any failure: who says so does not come either."""
+        return RankError(f"rank {self.numbers[each]} {what}", rank=self.numbers[each])
 
     def _silence(self, each: int) -> tuple[str | None, float]:
         """The beat of a rank and for how many seconds it has stood still, as seen from here."""
