@@ -121,6 +121,7 @@ def test_a_call_with_one_is_planned(name: str) -> None:
     assert ebbtide.plan_of(model) is not None
 
 
+@pytest.mark.filterwarnings("ignore:what SGD takes while it steps cannot be found out")  # true of some of them
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_optimizer_with_one_steps(name: str) -> None:
     model = Model()
