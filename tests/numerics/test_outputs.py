@@ -291,8 +291,8 @@ def test_what_is_handed_through_is_what_it_was(gradients: Any, takes: bool) -> N
         assert not takes or torch.equal(rows.grad, other.grad)  # type: ignore[arg-type]
 
 
-def test_the_first_step_of_each_shape_leaves_a_loss_outside_all_the_room_that_there_is() -> None:
-    """Nobody knows yet what it takes; the next step goes by what was measured."""
+def test_the_first_step_leaves_a_loss_outside_all_the_room_that_there_is() -> None:
+    """Nobody knows yet what it takes; the next step goes by what was measured, and other shapes by what is likely."""
     torch.manual_seed(0)
     model = ebbtide.fit(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 64)), "1GiB", progress=None)
     seen: list[int] = []
@@ -304,6 +304,6 @@ def test_the_first_step_of_each_shape_leaves_a_loss_outside_all_the_room_that_th
         assert plan is not None
         seen.append(plan.program.between_bytes)
         assert bool(seen[-1]) or plan.planner == "least_memory"
-    first, known, other, measured = seen
-    assert first == other == 0
-    assert 64 * 64 * 4 < known < measured
+    first, known, likely, later = seen
+    assert first == 0
+    assert 64 * 64 * 4 < known < 3 * known <= likely == later

@@ -266,7 +266,7 @@ def _refusal(watched: Watched, *, is_planned: bool) -> str:
             watched.advice or _ADD_UP,
         )
     return told(
-        f"{about} of which no planned call has made any, so nothing kept them within the budget; {_UNCHANGED}",
+        f"{about} of which no planned call has made any, so nothing kept them within the budget; {changed}",
         watched.advice or _ADVICE,
     )
 

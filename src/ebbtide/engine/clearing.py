@@ -51,14 +51,17 @@ def clearing_of(module: torch.nn.Module, known: Cleared, gradient_bytes: int) ->
         return Clearing(module, _by_parameters) if gradient_bytes else None
     if gradient_bytes:
         return Clearing(module, _Watched(gradient_watches(module)))
-    if known is Cleared.NEVER_SEEN and all(gradient_of(each) is None for each in parameters_in(module)):
+    if known is Cleared.NEVER_SEEN and not _has_gradients(module):
         return Clearing(module, _Called())
     return None
 
 
 def _by_parameters(module: torch.nn.Module) -> Cleared:
-    kept = any(gradient_of(each) is not None for each in parameters_in(module))
-    return Cleared.KEPT if kept else Cleared.SEEN
+    return Cleared.KEPT if _has_gradients(module) else Cleared.SEEN
+
+
+def _has_gradients(module: torch.nn.Module) -> bool:
+    return any(each.is_leaf and gradient_of(each) is not None for each in parameters_in(module))
 
 
 class _Watched:
