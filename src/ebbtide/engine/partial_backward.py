@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from ebbtide.capture.joint import Captured
@@ -30,20 +29,19 @@ class PartialBackwards:
     Attributes:
         captured: the step.
         schedule: of the code, without moves.
+        tensors: positions of the primals that go in as tensors.
     """
 
     captured: Captured
     schedule: Schedule
+    tensors: Sequence[int]
     _known: dict[frozenset[int], Callable[[list[Any]], Any]] = field(default_factory=dict, repr=False)
 
     def of(self, node: Any) -> Callable[[list[Any]], Any] | None:
         """The backward for what is asked of the autograd node of a step, which runs; ``None`` for the whole."""
-        tensors = [
-            i for i, primal in enumerate(self.captured.primals) if isinstance(primal.meta.get("val"), torch.Tensor)
-        ]
-        if len(node.next_functions) != len(tensors):
+        if len(node.next_functions) != len(self.tensors):
             return None  # not the graph that is known
-        behind = zip(tensors, node.next_functions, strict=True)
+        behind = zip(self.tensors, node.next_functions, strict=True)
         left_out = frozenset(i for i, (below, _) in behind if below is not None and not will_run(below))
         if not left_out:
             return None

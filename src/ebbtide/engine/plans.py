@@ -264,12 +264,12 @@ def _plan_for(task: PlanTask) -> tuple[Plan, bool]:
     guess = _waits_for_a_loss(task.step, now, windows)
     end = most_of(task.demand.ends, task.program)
     window = task.window
-    likely = windows.likely_loss(now.call_slot, task.program.returned_bytes) if guess and window is None else None
-    if likely is not None and not now.flying_bytes:
-        with contextlib.suppress(BudgetError):
-            wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=False))
-            return make_plan(**wanted.arguments(likely)), False
     wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=guess))
+    if guess and window is None and not now.flying_bytes and windows.retained(now.call_slot) is None:
+        likely = windows.likely_loss(now.call_slot, task.program.returned_bytes)
+        if likely is not None:
+            with contextlib.suppress(BudgetError):
+                return make_plan(**_as_known(wanted).arguments(likely)), False
     while True:
         try:
             plan = make_plan(**wanted.arguments(window))
@@ -435,6 +435,13 @@ def _options(task: PlanTask, parts: Mapping[str, int], *, guess: bool) -> Planni
         )
         options = replace(options, alternatives=alternatives)
     return options
+
+
+def _as_known(wanted: _Wanted) -> _Wanted:
+    """``wanted`` where nothing has to be left to what nobody knows yet."""
+    options, usual = wanted.options, wanted.task.configuration.planning
+    source = replace(options.provenance, loss=None)
+    return replace(wanted, options=replace(options, planner=usual.planner, provenance=source))
 
 
 def _instead(

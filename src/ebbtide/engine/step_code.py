@@ -123,7 +123,7 @@ def code_of(
         output_count=captured.forward_output_count,
         gradient_order=gradient_order(captured),
         sums={i: tensors.index(i) for i in _sums(captured)} if not updates else {},
-        partial=PartialBackwards(captured, schedule),
+        partial=PartialBackwards(captured, schedule, tensors),
         unused=UnusedOutputs(captured),
         links=links_of(captured),
         handed_out=tuple(_handed_out(captured)),
