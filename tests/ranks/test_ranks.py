@@ -32,6 +32,8 @@ def _named(hazard: Hazard) -> str:
 def test_two_ranks(name: str) -> None:
     found = judge(_BY_NAME[name], SAMPLE[name], 2)
     assert not found.wrong
+    if "backward" in name:
+        assert all("gradients of this step are not whole" in each.text for each in found.outcomes)
 
 
 @pytest.mark.long

@@ -49,6 +49,7 @@ from ebbtide.engine.pending_steps import PendingStep
 from ebbtide.engine.stubs import stubs
 from ebbtide.errors import CaptureError, InternalError
 from ebbtide.measurement.peak import StepGauge
+from ebbtide.ranks.member import ALONE, Alone
 from ebbtide.signals import signals_wait
 from ebbtide.torch_seams.aot import DynamoGraph, boxed
 from ebbtide.torch_seams.compile_mode import NO_FRAMES, NotCompiled, OwnCompileMode
@@ -79,6 +80,7 @@ class Call:
         kwargs: keyword arguments.
         device: ``"cpu"`` or ``"cuda"``.
         every_output: whether outputs beside a scalar loss take gradients too.
+        ranks: the others that train with this process.
     """
 
     module: torch.nn.Module
@@ -87,6 +89,7 @@ class Call:
     kwargs: Mapping[str, Any]
     device: str
     every_output: bool = False
+    ranks: Alone = ALONE
 
 
 def _arguments(call: Call) -> tuple[Any, ...]:

@@ -34,6 +34,7 @@ from ebbtide.measurement.leftovers import watches_of
 from ebbtide.measurement.process import highest_bytes
 from ebbtide.measurement.step_record import Before, Part, StepRecord, ask_to_record
 from ebbtide.planning.step_end import SCALARS_BYTES, end_bytes
+from ebbtide.ranks.member import ALONE
 from ebbtide.report.plan import Plan
 from ebbtide.torch_seams.optimizers import gradient_of
 from ebbtide.torch_seams.storages import parameters_in
@@ -89,11 +90,11 @@ class Judge:
 
     Attributes:
         learned: of the code around its steps.
-        tell: called with what is about to be raised, which other ranks are to know; ``None`` where there are none.
+        tell: called with what is about to be raised, which other ranks are to know.
     """
 
     learned: Learned
-    tell: Callable[[BaseException], None] | None = None
+    tell: Callable[[BaseException], None] = ALONE.tell
     _samples: dict[CallSlot, _Sample] = field(default_factory=dict[CallSlot, _Sample])
     _recorded: weakref.ref[PendingStep] | None = None  # the last
     _high_bytes: int = 0  # that the process had at the last call
@@ -244,8 +245,7 @@ class Judge:
     def _say(self) -> None:
         verdict, self._verdict = self._verdict, ""
         if isinstance(verdict, BudgetExceeded):
-            if self.tell is not None:
-                self.tell(verdict)
+            self.tell(verdict)
             raise verdict
         if verdict:
             warnings.warn(verdict, stacklevel=users_level())

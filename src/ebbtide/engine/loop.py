@@ -61,7 +61,7 @@ from ebbtide.measurement.step_record import give_way
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
-from ebbtide.ranks.member import Member, member_of
+from ebbtide.ranks.member import member_of
 from ebbtide.rewrites.choices import may_be_rewritten
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
@@ -106,14 +106,12 @@ def train(
         RankError: if another rank of a DistributedDataParallel fails, has ended or does not come; of Ebbtide's errors
             those that another rank raises.
     """
-    call = Call(module, forward, args, kwargs, device_of([module]), model.configuration.every_output)
-    ranks = member_of(module)
-    if ranks is None:
-        return _train(model, call, None)
+    every_output, ranks = model.configuration.every_output, member_of(module)
+    call = Call(module, forward, args, kwargs, device_of([module]), every_output, ranks)
     model.judge.tell = ranks.tell
     try:
         ranks.enter(functools.partial(alike_on_all_ranks, module, model.request))
-        outputs = _train(model, call, ranks)
+        outputs = _train(model, call)
         ranks.leave()
     except BaseException as error:
         ranks.failed(error)
@@ -121,31 +119,30 @@ def train(
     return outputs
 
 
-def _train(model: FittedModel, call: Call, ranks: Member | None) -> Any:
+def _train(model: FittedModel, call: Call) -> Any:
     attempts = Attempts()
     with _begun(model, call) as handled:
         while True:
             now = _look(model, call, attempts)
             if model.steps.is_no_graph(now):
-                return _as_it_is(model, call, ranks)
+                return _as_it_is(model, call)
             if (freed := model.steps.freed_graphs.refusal_of(call, now)) is not None:
-                return _with_freed_graph(model, call, now, freed, ranks)
+                return _with_freed_graph(model, call, now, freed)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
             fresh = not step.piece.capture.is_made
             try:
                 executable = step.of_checkpoint(now) or _holding(model, step, now)
                 if executable is None:
-                    with nullcontext() if ranks is None else ranks.planning():
+                    with call.ranks.planning():
                         now, executable = _make(model, step, call, now, attempts)
                     if executable is None:
-                        return _as_it_is(model, call, ranks)
+                        return _as_it_is(model, call)
                     if executable.validity.request != model.request.number and attempts.may(Again.ASKED):
                         attempts.refused = None
                         continue
-                if ranks is not None:
-                    ranks.planned()
-                return _run(model, step, executable, call, now, ranks)
+                call.ranks.planned()
+                return _run(model, step, executable, call, now)
             except StaleCapture as error:
                 attempts.reject(step, model.steps, now)
                 attempts.count_stale(error, fresh=fresh)
@@ -158,11 +155,11 @@ def _train(model: FittedModel, call: Call, ranks: Member | None) -> Any:
                 if step.piece.capture.symbolic and not step.forward_calls:
                     attempts.reject(step, model.steps, now)
                 elif frees_its_graph(error) and not call.module.training:
-                    return _with_freed_graph(model, call, now, error, ranks)
+                    return _with_freed_graph(model, call, now, error)
                 elif _takes_gradients(call, now):
                     raise
                 else:
-                    return _unless_trained(model, call, now, error, ranks)
+                    return _unless_trained(model, call, now, error)
 
 
 @contextmanager
@@ -217,10 +214,9 @@ def _demand(model: FittedModel, step: Step, now: CallContext) -> Demand:
     return demand_of(step, now, request=model.request, learned=model.learned, optimizers=model.optimizers)
 
 
-def _as_it_is(model: FittedModel, call: Call, ranks: Member | None, reason: str = NOTHING_TO_TRAIN) -> Any:
+def _as_it_is(model: FittedModel, call: Call, reason: str = NOTHING_TO_TRAIN) -> Any:
     """``call`` as eager runs it: it has nothing to train, so that nothing is kept and nothing needs a plan."""
-    if ranks is not None:
-        ranks.planned()
+    call.ranks.planned()
     model.calls.count_unplanned(reason)
     outputs = call.forward(call.module, *call.args, **call.kwargs)
     returned = returned_tensors(outputs)
@@ -236,20 +232,18 @@ def _takes_gradients(call: Call, now: CallContext) -> bool:
     return any(now.trained) or any(isinstance(each, torch.Tensor) and each.requires_grad for each in arguments)
 
 
-def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exception, ranks: Member | None) -> Any:
+def _unless_trained(model: FittedModel, call: Call, now: CallContext, error: Exception) -> Any:
     """``call`` as it is, though it is no graph; what is hidden and takes gradients raises ``error``: it says why."""
-    outputs = _as_it_is(model, call, ranks)
+    outputs = _as_it_is(model, call)
     if any(each.requires_grad for each in returned_tensors(outputs)):
         raise error
     model.steps.note_no_graph(now)
     return outputs
 
 
-def _with_freed_graph(
-    model: FittedModel, call: Call, now: CallContext, error: CaptureError, ranks: Member | None
-) -> Any:
+def _with_freed_graph(model: FittedModel, call: Call, now: CallContext, error: CaptureError) -> Any:
     """``call`` as it is, which frees the graph of all that it returns; raises ``error`` if it does not."""
-    outputs = _as_it_is(model, call, ranks, GRAPH_FREED)
+    outputs = _as_it_is(model, call, GRAPH_FREED)
     model.steps.freed_graphs.note(call, now, returned_tensors(outputs), error)
     return outputs
 
@@ -477,12 +471,10 @@ def _pending(model: FittedModel, step: Step, executable: Executable | None, now:
     )
 
 
-def _run(
-    model: FittedModel, step: Step, executable: Executable, call: Call, now: CallContext, ranks: Member | None
-) -> Any:
+def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now: CallContext) -> Any:
     """The forward of ``call`` under ``executable``."""
     pending = _pending(model, step, executable, now)
-    pending.exchange = None if ranks is None else ranks.exchange()
+    pending.exchange = call.ranks.exchange()
     pending.clearing = clearing_of(now.module, now.cleared, now.gradient_bytes)
     alone = not model.pending
     before = model.pending.disturb(pending.number)

@@ -8,8 +8,8 @@ backward on the way is told to the other ranks before it is raised here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,30 +25,28 @@ from ebbtide.torch_seams.autograd import BackwardWatch
 from ebbtide.torch_seams.data_parallel import exchanges_gradients, group_of, running_wrapper
 from ebbtide.torch_seams.process_groups import comes_from_a_collective
 
-__all__ = ["Exchange", "Member", "member_of"]
+__all__ = ["ALONE", "Alone", "Exchange", "Member", "member_of"]
 
-_members: MutableMapping[torch.nn.Module, Member | None] = WeakIdKeyDictionary()
+_members: MutableMapping[torch.nn.Module, Alone] = WeakIdKeyDictionary()
 _groups: list[RankGroup] = []
+_NOT_WHOLE = "The gradients of this step are not whole on any rank: clear them before another one"
 
 
-def member_of(module: torch.nn.Module) -> Member | None:
-    """What is known of the wrapper of several processes whose forward calls ``module``; ``None`` outside of one."""
+def member_of(module: torch.nn.Module) -> Alone:
+    """This rank as one of those of the wrapper whose forward calls ``module``; ``ALONE`` outside of one."""
     wrapper = running_wrapper(module)
     if wrapper is None:
-        return None
-    known = _members.get(wrapper, _UNKNOWN)
-    if known is _UNKNOWN or (known is not None and not known.group.is_open):
+        return ALONE
+    known = _members.get(wrapper)
+    if known is None or not known.is_open:
         known = _members[wrapper] = _member(wrapper)
-    return known  # type: ignore[return-value]
+    return known
 
 
-_UNKNOWN: Any = object()
-
-
-def _member(wrapper: DistributedDataParallel) -> Member | None:
+def _member(wrapper: DistributedDataParallel) -> Alone:
     torchs, device = group_of(wrapper)
     if torchs.size() == 1:
-        return None
+        return ALONE
     _groups[:] = [each for each in _groups if each.is_open]
     group = next((each for each in _groups if each.is_of(torchs)), None)
     if group is None:
@@ -75,7 +73,51 @@ class _Entry:
         return _Entry, ()
 
 
-class Member:
+class Alone:
+    """What a planned call does for other ranks where there are none: nothing."""
+
+    is_open = True
+
+    def enter(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """A planned call of the wrapper's module begins; ``facts`` are what has to be the same on all ranks.
+
+        Raises:
+            EbbtideError: what another rank has published, or that ranks differ.
+        """
+
+    def leave(self) -> None:
+        """The call has returned.
+
+        Raises:
+            EbbtideError: what another rank has published.
+        """
+
+    def failed(self, error: BaseException) -> None:
+        """The call raises ``error``: tell the others, if they do not know."""
+
+    def planned(self) -> None:
+        """This rank has a plan for the call, or needs none. Before the first step all have to.
+
+        Raises:
+            EbbtideError: what another rank is refused with.
+        """
+
+    def planning(self) -> AbstractContextManager[None]:
+        """Open while a plan is made for the call."""
+        return nullcontext()
+
+    def tell(self, error: BaseException) -> None:
+        """Publish ``error``, which this rank raises outside of its calls and backwards."""
+
+    def exchange(self) -> Exchange | None:
+        """The backward of the call that runs."""
+        return None
+
+
+ALONE = Alone()
+
+
+class Member(Alone):
     """This rank as one of those that train a wrapper.
 
     Args:
@@ -90,26 +132,23 @@ class Member:
         self._wrapper = wrapper
         self._first: FirstCall | None = FirstCall(group, number)
 
-    def enter(self, facts: Callable[[], Mapping[str, str]]) -> None:
-        """A planned call of the wrapper's module begins; ``facts`` are what has to be the same on all ranks.
+    @property
+    def is_open(self) -> bool:
+        """Whether torch's group has not been destroyed."""
+        return self.group.is_open
 
-        Raises:
-            EbbtideError: what another rank has published, or that ranks differ.
-        """
+    def enter(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """Before the first step, meet the others."""
         if self._first is not None:
             self._first.come(facts())
 
     def leave(self) -> None:
-        """The call has returned.
-
-        Raises:
-            EbbtideError: what another rank has published.
-        """
+        """Raise what another rank has published while the forward ran."""
         if self.group.failing:
             self.group.raise_failure()
 
     def failed(self, error: BaseException) -> None:
-        """The call raises ``error``: tell the others, if they do not know."""
+        """Say that this rank is refused, or fails."""
         if self._first is None:
             self.group.tell(error)
         else:
@@ -127,30 +166,21 @@ class Member:
             first.again()
 
     def planned(self) -> None:
-        """This rank has a plan for the call, or needs none. Before the first step all have to.
-
-        Raises:
-            EbbtideError: what another rank is refused with.
-        """
+        """Before the first step, wait until all ranks have planned."""
         if self._first is not None:
             self._first.planned()
             self._first = None
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Open while a plan is made for the call."""
-        if self._first is not None:
-            yield
-            return
-        with self.group.planning():
-            yield
+    def planning(self) -> AbstractContextManager[None]:
+        """Let the others wait for this rank; before the first step they do so anyway."""
+        return nullcontext() if self._first is not None else self.group.planning()
 
     def tell(self, error: BaseException) -> None:
-        """Publish ``error``, which this rank raises outside of its calls and backwards."""
+        """Publish ``error``."""
         self.group.tell(error)
 
     def exchange(self) -> Exchange:
-        """The backward of the call that runs."""
+        """The exchange of gradients that follows."""
         wrapper = self._wrapper()
         return Exchange(self, synced=wrapper is not None and exchanges_gradients(wrapper))
 
@@ -216,9 +246,11 @@ def _raised(error: BaseException) -> None:
     group = exchange.member.group
     if exchange.begun and exchange.sent and comes_from_a_collective(error):
         if (named := group.explain()) is not None:
+            named.add_note(_NOT_WHOLE)
             group.tell(named, unsent=exchange.synced)
             raise named from error
     elif isinstance(error, EbbtideError) or not exchange.sent:
+        error.add_note(_NOT_WHOLE)
         group.tell(error, unsent=exchange.synced and exchange.begun and not exchange.sent)
 
 
