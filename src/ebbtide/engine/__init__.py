@@ -5,7 +5,7 @@ The way of a call:
 - ``fitted_class``: the class of a fitted model; whoever calls it and however, its training calls come to the loop.
 - ``loop``: look, capture, plan, lower, prove, run, from top to bottom; ``attempts``: why a call goes round once more.
 - ``call_context``: what surrounds a call; ``key``: what tells one call's step from another's.
-- ``validity``: what a plan rests on, what a call asks of it, and the first thing in which the two differ.
+- ``validity``: what a plan rests on, what a call asks of it (``demands``), and the first thing in which they differ.
 - ``plans``: the plan for a call; ``given``: one that the user gave; ``retained``: room for graphs that are retained;
   ``reserve``: what a budget keeps free; ``resident_by_kind``: what is resident, for refusals and plans.
 - ``executor``: what AOTAutograd calls to run a forward and its backward.

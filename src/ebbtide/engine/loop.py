@@ -35,6 +35,7 @@ from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.calls import NOTHING_TO_TRAIN
 from ebbtide.engine.clearing import clearing_of
 from ebbtide.engine.compiled import Call, StaleCapture
+from ebbtide.engine.demands import demand_of
 from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import choose_checks
@@ -45,7 +46,7 @@ from ebbtide.engine.linked_outputs import watch_detached
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
 from ebbtide.engine.pending_steps import Holdings, Overlap, PendingStep, learn_overlap, returned_tensors
-from ebbtide.engine.plans import PlanTask, demand_of, plan_for, warn_of_forward
+from ebbtide.engine.plans import PlanTask, plan_for, warn_of_forward
 from ebbtide.engine.sharded import refuse_newly_sharded
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step

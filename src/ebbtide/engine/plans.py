@@ -1,4 +1,4 @@
-"""What a call asks of a plan, and a new plan for it where none of its step's holds.
+"""A new plan for a call where none of its step's holds.
 
 1. A plan is a *guess* while something that it depends on is not known: what a loss outside takes, or a forward that it
    was not planned with. It holds until that is known. Where losses of other shapes were measured, what is likely by
@@ -19,16 +19,15 @@ from ebbtide.capture.joint import Captured
 from ebbtide.cost.attach import costs_of
 from ebbtide.cost.cache import device_context
 from ebbtide.cost.profiling_budget import ProfilingBudget
-from ebbtide.engine.after import hooks_end
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.configuration import Configuration, Request
+from ebbtide.engine.demands import bytes_to_be_cleared, clearing_is_asked, waits_for_a_loss
 from ebbtide.engine.executable import left_bytes
 from ebbtide.engine.given import given_plan_here, program_of, start_here
-from ebbtide.engine.known_windows import Cleared, KnownWindows
-from ebbtide.engine.learned import Learned
+from ebbtide.engine.known_windows import KnownWindows
 from ebbtide.engine.optimizer_link import OptimizerLink
-from ebbtide.engine.pending_steps import PendingSteps, in_flight_beside, most_left_bytes
+from ebbtide.engine.pending_steps import PendingSteps, in_flight_beside
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbtide.engine.resident_by_kind import GRADIENTS, GRADIENTS_TO_COME, STATE, resident_by_kind, without_pending
 from ebbtide.engine.retained import Retained, plan_retained, retained_bytes
@@ -52,66 +51,10 @@ from ebbtide.step.refused_budget import refused_budget
 from ebbtide.step.schedule import Schedule
 from ebbtide.units import Budget, format_bytes
 
-_ASKED = "the questions that the model asks of values of its inputs"
-_ASK_OUTSIDE = "ask it outside of the model and give the forward what comes of it as a Python bool"
-
 _MOST_ASKED = 3
 """Budgets that are planned before a refusal names one of them."""
 
-__all__ = ["PlanTask", "demand_of", "plan_for", "warn_of_forward"]
-
-
-def demand_of(step: Step, now: CallContext, *, request: Request, learned: Learned, optimizers: OptimizerLink) -> Demand:
-    """What a call asks of a plan of ``step``.
-
-    Args:
-        step: that may serve the call.
-        now: what surrounds the call.
-        request: what is asked of the model's steps.
-        learned: of the code around them.
-        optimizers: of the model.
-    """
-    windows, in_backward = learned.windows, optimizers.in_backward
-    return Demand(
-        request=request,
-        resident_bytes=step.resident_bytes(now) + optimizers.state_to_come_bytes(),
-        window=windows.of(now.call_slot, _cleared_bytes(now, windows)),
-        retained=windows.retained(now.call_slot),
-        ends=tuple(_ends_of(step, now, learned, optimizers)),
-        guess=_waits_for_a_loss(step, now, windows) or (bool(now.flying_bytes) and not now.was_expected) or _asked(now),
-        accumulating=now.accumulating,
-        updates=now.updates,
-        settings=in_backward.settings if in_backward is not None and now.updates else (),
-        checkpointed=now.checkpointed,
-        others_in_flight=bool(now.flying_bytes),
-        most_left_bytes=most_left_bytes(now.call_slot, now.inputs, now.pending) if now.pending else None,
-        layouts=step.piece.layouts,
-        aside_bytes=learned.aside.get(now.call_slot, 0),
-    )
-
-
-def _ends_of(step: Step, now: CallContext, learned: Learned, optimizers: OptimizerLink) -> Iterator[StepEnd]:
-    """What is taken before a call's forward or when its backward has returned, whatever the plan: one or another."""
-    own = optimizers.end_of(now)
-    if own is not None:
-        yield own
-    held = 0 if own is None or optimizers.offloaded is None else own.held_bytes
-    yield hooks_end(learned.after.bytes(now.call_slot, now.hooks), held)
-    yield StepEnd(step.piece.capture.asked_bytes, held, what=_ASKED, remedies=(_ASK_OUTSIDE,), before=True)
-
-
-def _cleared_bytes(now: CallContext, windows: KnownWindows) -> int:
-    """Of the gradients that are there, what goes before the backward, as earlier ones have."""
-    return now.gradient_bytes if windows.cleared(now.call_slot) is Cleared.SEEN else 0
-
-
-def _asked(now: CallContext) -> bool:
-    """Whether gradients are there that are to be cleared before the backward, as far as one call says."""
-    return now.cleared is Cleared.ASKED and bool(now.gradient_bytes)
-
-
-def _waits_for_a_loss(step: Step, now: CallContext, windows: KnownWindows) -> bool:
-    return not windows.has_loss_of(now.call_slot) and step.piece.loss_is_outside
+__all__ = ["PlanTask", "plan_for", "warn_of_forward"]
 
 
 def warn_of_forward(what: str) -> None:
@@ -217,8 +160,8 @@ def plan_for(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool, in
         CaptureError: if a given plan moves tensors inside of somebody else's checkpoint.
         PlanMismatch: if the given plan is of another step or machine.
     """
-    task = replace(task, cleared_bytes=_cleared_bytes(task.now, task.windows))
-    if _asked(task.now):
+    task = replace(task, cleared_bytes=bytes_to_be_cleared(task.now, task.windows))
+    if clearing_is_asked(task.now):
         handled = sys.exception()
         try:
             return _plan_for(task)[0], True, 0
@@ -261,7 +204,7 @@ def _plan_for(task: PlanTask) -> tuple[Plan, bool]:
     )
     if task.request.given_plan is not None:
         return _fit_given_plan(task, task.request.given_plan, resident, reserve, parts), False
-    guess = _waits_for_a_loss(task.step, now, windows)
+    guess = waits_for_a_loss(task.step, now, windows)
     end = most_of(task.demand.ends, task.program)
     window = task.window
     wanted = _Wanted(task, resident, reserve, end, _options(task, parts, guess=guess))
