@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import pytest
@@ -215,6 +217,23 @@ def test_of_a_dear_plan_and_another_one_the_cheaper_wins() -> None:
         plan = planned(program, budget, Alternatives(lambda other=other: [other]))
         assert (plan.rewritten is not None) == wins
         assert plan.step_seconds <= dear.step_seconds
+
+
+def test_a_refusal_that_was_caught_holds_nothing() -> None:
+    """Whoever plans something else instead goes on with the arguments of the call alone, without the collector."""
+    program = program_of(Deep())
+
+    def caught() -> weakref.ref[object]:
+        held = torch.nn.Identity()
+        with suppress(BudgetError):
+            planned(program, 1, Alternatives(tuple))
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert caught()() is None
+    finally:
+        gc.enable()
 
 
 def test_what_another_shapes_plan_rewrites_is_looked_at_first() -> None:

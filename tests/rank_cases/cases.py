@@ -253,7 +253,7 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
     dist.barrier()
     first = sum(seconds)
     own = member._members[wrapper]
-    assert own is not None
+    assert own is not member.ALONE
     count, before = 2000, next(iter(wrapper._forward_pre_hooks.values()))
     with wrapper._inside_ddp_forward():
         begin = time.perf_counter()
@@ -263,7 +263,7 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
             assert found is own
             found.enter(dict)
             exchange = found.exchange()
-            found.leave()
+            found.leave(None)
             exchange.begins()
             exchange.begins()
             exchange.sent = True

@@ -112,12 +112,10 @@ def train(
     model.judge.tell = ranks.tell
     try:
         ranks.enter(functools.partial(alike_on_all_ranks, module, model.request))
-        outputs = _train(model, call)
-        ranks.leave()
+        return ranks.leave(_train(model, call))
     except BaseException as error:
         ranks.failed(error)
         raise
-    return outputs
 
 
 def _train(model: FittedModel, call: Call) -> Any:

@@ -200,7 +200,12 @@ def best_of(
         return tries.best
     if captured.rewrites not in tries.tried:
         tries.plan(captured)
-    raise min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
+    least = min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
+    tries.refusals.clear()
+    try:
+        raise least
+    finally:
+        del least  # its traceback holds this frame, and those around it hold the arguments of a call
 
 
 def _share_of(plan: Plan, rewritten: Rewritten) -> float:

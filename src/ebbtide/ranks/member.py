@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +26,8 @@ from ebbtide.torch_seams.data_parallel import exchanges_gradients, group_of, run
 from ebbtide.torch_seams.process_groups import comes_from_a_collective
 
 __all__ = ["ALONE", "Alone", "Exchange", "Member", "member_of"]
+
+OutputsT = TypeVar("OutputsT")
 
 _members: MutableMapping[torch.nn.Module, Alone] = WeakIdKeyDictionary()
 _groups: list[RankGroup] = []
@@ -85,12 +87,13 @@ class Alone:
             EbbtideError: what another rank has published, or that ranks differ.
         """
 
-    def leave(self) -> None:
-        """The call has returned.
+    def leave(self, outputs: OutputsT) -> OutputsT:
+        """The call returns ``outputs``.
 
         Raises:
             EbbtideError: what another rank has published.
         """
+        return outputs
 
     def failed(self, error: BaseException) -> None:
         """The call raises ``error``: tell the others, if they do not know."""
@@ -142,10 +145,11 @@ class Member(Alone):
         if self._first is not None:
             self._first.come(facts())
 
-    def leave(self) -> None:
+    def leave(self, outputs: OutputsT) -> OutputsT:
         """Raise what another rank has published while the forward ran."""
         if self.group.failing:
             self.group.raise_failure()
+        return outputs
 
     def failed(self, error: BaseException) -> None:
         """Say that this rank is refused, or fails."""
