@@ -20,6 +20,8 @@ Rows:
 9. *queues*: the transfers of one lane come one after the other; of copies this is said, and of loads on the lane of
    copies. Steps of more than :data:`HORIZON` are left out, and so are transfers that take as long.
 
+A span's stall is at least what its reads wait for and at least what its transfers take from computing, not the sum.
+
 As ``first`` is about last reruns, what runs or is loaded oftener counts at most twice, and nothing is assumed about
 the order of reruns. So all rows are true of every legal schedule of the bound's class that is no longer than the
 horizon, but for runs and loads that serve nobody; without these no schedule is longer.
