@@ -60,6 +60,7 @@ def test_a_line_asks_for_few_captures() -> None:
     assert len(found.captured) <= 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_greatest_length_is_found_where_ops_stay_and_bytes_do_not_grow_evenly() -> None:
     def make(length: int) -> Case:

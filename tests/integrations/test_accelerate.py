@@ -11,6 +11,7 @@ import torch
 
 import ebbtide
 from ebbtide.errors import CaptureError, UsageError
+from sampled import sampled
 from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 accelerate = pytest.importorskip("accelerate")
@@ -112,7 +113,7 @@ def test_either_order_trains_alike(order: str, way: str) -> None:
     assert_left_alike(trained(None, rows=6, **WAYS[way]).left(), loop.left())
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", sampled(["fork", "spawn"], "fork"))
 def test_workers(start: str) -> None:
     workers = {"num_workers": 1, "multiprocessing_context": start}
     assert_left_alike(trained(None, workers=workers).left(), trained("fit first", workers=workers).left())

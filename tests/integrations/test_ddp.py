@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "unused, outputs": {"find_unused_parameters": True},
     "static, outputs": {"static_graph": True},
 }
+SAMPLE = ("plain", "accumulated views", "unused, outputs", "fitted late")
 STEPS, PARTS = 4, 2
 
 
@@ -128,11 +130,11 @@ def buckets_beside_gradients() -> list[int]:
     return found
 
 
-def in_process(rank: int, folder: str) -> None:
+def in_process(rank: int, folder: str, ways: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found: dict[str, Any] = {
-        way: {"eager": trained(way, rank, fitted=False), "fitted": trained(way, rank, fitted=True)} for way in WAYS
+        way: {"eager": trained(way, rank, fitted=False), "fitted": trained(way, rank, fitted=True)} for way in ways
     }
     found["beside gradients"] = buckets_beside_gradients()
     wrapper = DistributedDataParallel(Net())
@@ -144,17 +146,35 @@ def in_process(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("pair")
-    context: Any = torch.multiprocessing.spawn(in_process, (str(folder),), nprocs=2, join=False)
+def both(folder: Path, ways: Sequence[str]) -> list[dict[str, Any]]:
+    """What each of two processes has found, of training in some ways."""
+    context: Any = torch.multiprocessing.spawn(in_process, (str(folder), ways), nprocs=2, join=False)
     while not context.join():
         pass
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return both(tmp_path_factory.mktemp("pair"), SAMPLE)
+
+
+@pytest.mark.long
+def test_two_processes_train_in_every_other_way(tmp_path: Path) -> None:
+    others = [way for way in WAYS if way not in SAMPLE]
+    pair = both(tmp_path, others)
+    for way in others:
+        assert_trained_as_without(pair, way)
+        if way != "accumulated":
+            assert_buckets_are_resident(pair, way)
+
+
+@pytest.mark.parametrize("way", SAMPLE)
 def test_two_processes_train_as_without(way: str, pair: list[dict[str, Any]]) -> None:
+    assert_trained_as_without(pair, way)
+
+
+def assert_trained_as_without(pair: list[dict[str, Any]], way: str) -> None:
     for rank in pair:
         eager, fitted = rank[way]["eager"], rank[way]["fitted"]
         assert {key: fitted[key] for key in eager} == eager
@@ -164,8 +184,12 @@ def test_two_processes_train_as_without(way: str, pair: list[dict[str, Any]]) ->
     assert one[way]["fitted"]["drawn"] != other[way]["fitted"]["drawn"]  # they had data of their own
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("accumulated")])
+@pytest.mark.parametrize("way", [way for way in SAMPLE if not way.startswith("accumulated")])
 def test_buckets_are_resident(way: str, pair: list[dict[str, Any]]) -> None:
+    assert_buckets_are_resident(pair, way)
+
+
+def assert_buckets_are_resident(pair: list[dict[str, Any]], way: str) -> None:
     for rank in pair:
         fitted = rank[way]["fitted"]
         assert fitted["buckets"] > 40_000

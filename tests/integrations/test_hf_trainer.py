@@ -13,6 +13,7 @@ import torch
 
 import ebbtide
 from ebbtide.errors import UsageError
+from sampled import sampled
 
 pytest.importorskip("accelerate")
 hf = pytest.importorskip("transformers")
@@ -87,7 +88,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sampled(WAYS, "accumulated", "clipped", "checkpointed", "evaluated"))
 def test_training_is_the_same_within_the_budget(way: str, tmp_path: Path) -> None:
     _, alone = trained(tmp_path, **WAYS[way])
     budget = MemoryBudget("90%", options=ebbtide.Options(progress=None))
@@ -157,7 +158,7 @@ class Failing(hf.TrainerCallback):
             raise RuntimeError("a fault")
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", sampled([True, False], True))
 def test_a_training_after_one_that_failed_has_its_own_budget(kept: bool, tmp_path: Path) -> None:
     model, first = tiny(), MemoryBudget("90%", options=ebbtide.Options(progress=None))
     with pytest.raises(RuntimeError, match="a fault"):

@@ -395,6 +395,7 @@ def test_fit_refuses_a_lightning_module_with_the_line_that_works() -> None:
         ebbtide.fit(Module(), "1GiB")
 
 
+@pytest.mark.long
 def test_the_largest_batch_trains_and_the_next_does_not() -> None:
     budget = MemoryBudget("256KiB", options=ebbtide.Options(progress=None))
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)

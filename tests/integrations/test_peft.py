@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ebbtide
+from sampled import sampled
 from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 pytest.importorskip("accelerate")
@@ -117,6 +118,7 @@ def first_again(model: Any) -> None:
     model.set_adapter("default")
 
 
+@pytest.mark.long
 def test_adapters_are_switched_and_disabled_between_steps() -> None:
     ways = (reference, second, first_again)
     alone = trained(adapted(), *ways)
@@ -146,6 +148,7 @@ def merged_for_good(base: Any) -> Any:
     return model.merge_and_unload().requires_grad_(True)
 
 
+@pytest.mark.long
 def test_a_base_whose_adapters_are_merged_for_good_trains_on() -> None:
     alone = trained(merged_for_good(tiny_gpt2(n_layer=1)))
     base = fitted(tiny_gpt2(n_layer=1))
@@ -233,7 +236,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sampled(WAYS, "lengths", "checkpointed"))
 def test_adapters_in_trainer(way: str, tmp_path: Path) -> None:
     calls, settings = WAYS[way]
     alone = trained_by_trainer(tmp_path, **settings)

@@ -11,6 +11,7 @@ import torch
 
 import ebbtide
 from ebbtide.errors import CaptureError, UsageError
+from sampled import sampled
 from trained_alike import NO_GRADIENTS, assert_left_alike, drawn, left_by, tiny_gpt2
 
 pytest.importorskip("accelerate")
@@ -113,7 +114,7 @@ SFT: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", SFT)
+@pytest.mark.parametrize("way", sampled(SFT, "lengths", "adapters"))
 @pytest.mark.filterwarnings("ignore:code outside the model took")
 def test_supervised_fine_tuning_is_the_same(way: str, tmp_path: Path) -> None:
     calls, settings = SFT[way]

@@ -150,6 +150,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_optimizers_step_as_in_eager_while_other_threads_capture() -> None:
     # Dynamo tells the whole process that it compiles, and AdamW computes its corrections otherwise then.

@@ -13,7 +13,6 @@ from rank_cases.hazards import HAZARDS, Hazard, judge
 SAMPLE = {
     "refused at the first call, and the loop goes on": "plain",
     "a new shape is refused": "unused",
-    "plans another shape alone": "plain",
     "the same, with buffers": "views",
     "other bits in the first backward": "static",
     "SIGKILL of rank 0 while planning": "plain",

@@ -1,0 +1,17 @@
+"""Cases of a test of which every change runs some, and ``make nightly`` all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["sampled"]
+
+
+def sampled(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Arguments of ``pytest.mark.parametrize``: ``cases``, of which those that are not ``kept`` are long."""
+    cases = list(cases)
+    assert set(kept) <= set(cases), "what is kept is one of them"
+    return [each if each in kept else pytest.param(each, marks=pytest.mark.long) for each in cases]
