@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,17 @@ class Net(nn.Module):
         del self.head
 
 
+class Around(nn.Module):
+    """A model of which the fitted one is a part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.first, self.part, self.scale = nn.Linear(WIDTH, WIDTH), part, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.part(self.first(x))
+
+
 def bits(module: nn.Module) -> str:
     """A digest of all parameters and buffers."""
     digest = hashlib.sha256()
@@ -80,6 +93,8 @@ def train(
     held_bytes: int = 0,
     alone: str = "",
     again: str = "",
+    around: bool = False,
+    pairs: bool = False,
 ) -> dict[str, Any]:
     """Train a module inside of a wrapper; what is left, and what each step took.
 
@@ -104,6 +119,8 @@ def train(
         held_bytes: what the model of rank ``who`` holds besides.
         alone: what rank ``who`` does alone before step ``at``.
         again: the budget with which a loop that has caught a refusal goes on.
+        around: whether the wrapper is around a module that the fitted one is a part of.
+        pairs: whether each backward goes through two forwards.
     """
     net = Net()
     if buffers:
@@ -112,13 +129,13 @@ def train(
         net.rename()
     if held_bytes and rank == who:
         net.besides = torch.empty(held_bytes, dtype=torch.uint8)  # in no exchange, as it is no buffer
-    wrapper = DistributedDataParallel(net, **MODES[mode])
+    wrapper = DistributedDataParallel(Around(net) if around else net, **MODES[mode])
     if fitted:
         asked = other_budget if other_budget and rank == who else budget
         ebbtide.fit(net, asked, progress=None, options=ebbtide.Options(effort=20))
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.01)
     if adam and rank == who:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(wrapper.parameters(), lr=0.01)
     own_fault = fault if rank == who else others_fault
     if own_fault:
         FAULTS[own_fault](at)
@@ -127,13 +144,13 @@ def train(
     losses, seconds, caught = list[float](), list[float](), list[str]()
     for step in range(steps):
         if alone and rank == who and step == at:
-            _alone(alone, net, fitted=fitted)
+            _alone(alone, net, wrapper, fitted=fitted)
         count = own[min(step, len(own) - 1)]
         batches = [torch.randn(count, WIDTH) for _ in range(parts)]
         begin = time.monotonic()
         for _ in range(2):
             try:
-                losses.append(_step(wrapper, batches))
+                losses.append(_step(wrapper, batches, pairs=pairs))
                 break
             except EbbtideError as error:
                 if not again or caught:
@@ -145,23 +162,32 @@ def train(
         optimizer.step()
         if not (alone == "accumulates" and rank == who and step == at):
             optimizer.zero_grad()
-    found: dict[str, Any] = {"bits": bits(net), "losses": losses, "seconds": seconds, "caught": caught}
+    found: dict[str, Any] = {"bits": bits(wrapper.module), "losses": losses, "seconds": seconds, "caught": caught}
     if fitted and not (alone == "unfit" and rank == who):
         found["planned"] = ebbtide.calls_of(net).planned
     dist.barrier()
     return found
 
 
-def _step(wrapper: DistributedDataParallel, batches: Sequence[torch.Tensor]) -> float:
+def groups(rank: int, size: int, *, fitted: bool) -> dict[str, Any]:
+    """Train in one process group after another."""
+    found = [train(rank, size, fitted=fitted)["bits"]]
+    dist.destroy_process_group()
+    store = Path(os.environ["RANK_FILES"]).parent / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    return {"bits": [*found, train(rank, size, fitted=fitted)["bits"]]}
+
+
+def _step(wrapper: DistributedDataParallel, batches: Sequence[torch.Tensor], *, pairs: bool) -> float:
     loss = torch.zeros(())
     for part, batch in enumerate(batches, start=1):
         with wrapper.no_sync() if part < len(batches) else contextlib.nullcontext():
-            loss = wrapper(batch)
+            loss = wrapper(batch) + wrapper(batch.flip(0)) if pairs else wrapper(batch)
             loss.backward()
     return loss.item()
 
 
-def _alone(what: str, net: Net, *, fitted: bool) -> None:
+def _alone(what: str, net: Net, wrapper: DistributedDataParallel, *, fitted: bool) -> None:
     """What one rank does and the others do not."""
     match what:
         case "set_budget" if fitted:
@@ -171,6 +197,15 @@ def _alone(what: str, net: Net, *, fitted: bool) -> None:
         case "no_grad":
             with torch.no_grad():
                 net(torch.zeros(4, WIDTH))
+        case "evaluates":
+            with torch.no_grad():
+                wrapper(torch.zeros(4, WIDTH))
+        case "drops a graph":
+            for _ in range(2):
+                wrapper(torch.zeros(ROWS, WIDTH))
+        case "sums more":
+            with wrapper.no_sync():
+                wrapper(torch.zeros(ROWS, WIDTH)).backward()
         case "branch":
             net.squares = False
         case _:
@@ -266,8 +301,8 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
             found.leave(None)
             exchange.begins()
             exchange.begins()
-            exchange.sent = True
-            member._returned()
+            exchange.ends()
+            member._running.returns()
         steady = (time.perf_counter() - begin) / count
     dist.barrier()
     return {"first_seconds": first, "steady_seconds": steady}

@@ -10,7 +10,7 @@ from rank_cases.launch import Outcome, run_ranks
 
 __all__ = ["HAZARDS", "Hazard", "Judged", "judge"]
 
-_OF_EAGER = ("rows", "other_rows", "parts", "adam", "buffers", "alone", "at", "steps")
+_OF_EAGER = ("rows", "other_rows", "parts", "adam", "buffers", "alone", "at", "steps", "around", "pairs")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Hazard:
 
 _REFUSED = {"budget": "200KiB", "other_rows": [256]}
 _SHAPE = {"budget": "200KiB", "other_rows": [64, 256]}
+_LATER = {"budget": "200KiB", "other_rows": [64, 64, 256], "at": 1}
 _STORE = "store of the process group cannot be reached"
 _INTERRUPTED = "rank {} was interrupted"
 
@@ -57,9 +58,18 @@ HAZARDS = (
     Hazard("a new shape is refused", _SHAPE, "BudgetError", modes=True),
     Hazard("a new shape is refused, with buffers", {**_SHAPE, "buffers": True}, "BudgetError", modes=True),
     Hazard("the optimizer's state is refused", {"budget": "176KiB", "adam": True}, "BudgetError", modes=True),
+    Hazard("two forwards to a backward", {"pairs": True}, modes=True),
+    Hazard("two forwards to a backward, refused", {**_SHAPE, "pairs": True}, "BudgetError", modes=True),
+    Hazard("a part of the wrapped module", {"around": True}, modes=True),
+    Hazard("a part of the wrapped module, refused", {**_SHAPE, "around": True}, "BudgetError", modes=True),
+    Hazard("evaluates alone, then is refused", {**_LATER, "alone": "evaluates"}, "BudgetError", modes=True),
+    Hazard("rank 0 evaluates alone, then is refused", {**_LATER, "alone": "evaluates"}, "BudgetError", who=0),
+    Hazard("drops a graph alone, then is refused", {**_LATER, "alone": "drops a graph"}, "BudgetError", modes=True),
+    Hazard("sums more alone, then is refused", {**_LATER, "alone": "sums more"}, "BudgetError", modes=True),
     Hazard("plans 40 s, and the group waits for 15 s", {"fault": "late"}),
     Hazard("plans another shape alone", {"fault": "slow", "at": 1, "rows": [64, 32]}),
     Hazard("other costs", {"fault": "skewed costs", "at": 1, "budget": "85%"}, modes=True),
+    Hazard("budgets of bytes a little apart", {"budget": "700KiB", "other_budget": "690KiB"}),
     Hazard("other residents", {"held_bytes": 100_000, "budget": "95%"}),
     Hazard("another batch shape", {"other_rows": [64, 48]}, modes=True),
     Hazard("another branch", {"alone": "branch", "at": 1}, modes=True),

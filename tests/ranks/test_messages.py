@@ -48,5 +48,8 @@ def test_a_rank_lacks_what_the_furthest_has_begun() -> None:
         own.begin(each)
     assert own.missing(other) == [BACKWARD]
     assert other.missing(own) == []
-    own.take_back()
+    own.take_back(FORWARD)
     assert own.missing(Journal.from_text(other.to_text())) == [FORWARD, BACKWARD]
+    own.take_back(BACKWARD)
+    assert own.last[-1] == FORWARD
+    assert Journal().missing(Journal(20, other.last)) == [], "nobody remembers what came first"

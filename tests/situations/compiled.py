@@ -210,9 +210,9 @@ def backward_in_another_thread(run: Run) -> None:
     run.train(Chain(p=0.1), step)
 
 
-@variants({"own_models": True, "one_model": False}, share=2.5, captures=-1)
+@variants({"own_models": True, "one_model": False}, share=5.0, captures=-1)
 def threads_train(run: Run, own: Any) -> None:
-    """Three threads at a time: a model each, or one model whose gradients are asked for."""
+    """Three threads at a time: a model each, or one model whose gradients are asked for and kept, which count."""
     first = Chain()
     models = [run.fit(copy.deepcopy(first)) for _ in range(3)] if own else [run.fit(first)] * 3
     found: dict[str, Any] = {}

@@ -301,7 +301,7 @@ def run_backward(args: list[Any]) -> Any:
     if pending is not None and pending.sums is not None:
         pending.sums.note(gradients)
     if pending is not None and pending.exchange is not None:
-        pending.exchange.sent = True
+        pending.exchange.ends()
     return gradients
 
 

@@ -1,7 +1,7 @@
 """Before the first step of a wrapper: all ranks say what they train and plan for, and then whether they have planned.
 
-1. Ranks *come* with what has to be the same on all: the versions, the model's parameters, the budget. Where something
-   differs, all raise, and say which ranks have what. Nothing has been captured.
+1. Ranks *come* with what has to be the same on all: the versions, the model's parameters, the budget, which in bytes
+   may be 5 % apart. Where something differs, all raise, and say which ranks have what. Nothing has been captured.
 2. Each plans by itself, as long as it takes, and *says* that it has, or the error that it was refused with. Ranks that
    are done wait in the store, where the group's timeout does not count. If one is refused, all raise that, and a budget
    with the smallest that is workable on all. Nothing has run, so the next call is another attempt.
@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from ebbtide.errors import BudgetError, UsageError
@@ -18,6 +19,7 @@ from ebbtide.ranks.rank_group import RankGroup, known_to_all
 
 __all__ = ["FirstCall"]
 
+_APART = 1.05
 _REFUSED_SECONDS = 4.0
 """How long a refusal waits for the ranks that still plan: what all of them need is said together then."""
 
@@ -52,7 +54,7 @@ class FirstCall:
         said = [
             json.loads(each) for each in self._group.gather(self._key("come"), json.dumps(dict(facts)), limited=True)
         ]
-        differing = [name for name in facts if len({each.get(name) for each in said}) > 1]
+        differing = [name for name in facts if _differ([str(each.get(name)) for each in said])]
         if not differing:
             self.planning = True
             return
@@ -112,6 +114,15 @@ def _enough(said: Sequence[str | None]) -> float | None:
 
 def _workable(refused: Sequence[Failure]) -> int:
     return max((each.smallest_bytes for each in refused), default=0)
+
+
+def _differ(values: Sequence[str]) -> bool:
+    """Whether these are not the same; numbers of bytes may be a little apart: what each rank's own device has free."""
+    found = [re.fullmatch(r"(\d+) bytes", each) for each in values]
+    if None in found:
+        return len(set(values)) > 1
+    numbers = [int(each[1]) for each in found if each is not None]
+    return max(numbers) > _APART * min(numbers)
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -21,11 +21,11 @@ class Event(NamedTuple):
     """An exchange that a rank has begun.
 
     Attributes:
-        kind: before a forward, or in a backward.
+        kind: before a forward with gradients, or one without, which has buffers alone to exchange; or in a backward.
         wrapper: number of the wrapper among those of the group.
     """
 
-    kind: Literal["forward", "backward"]
+    kind: Literal["forward", "buffers", "backward"]
     wrapper: int
 
 
@@ -41,15 +41,18 @@ class Journal:
         self.count += 1
         self.last.append(event)
 
-    def take_back(self) -> None:
-        """Note that nothing was sent in the one that was begun last."""
-        self.count -= 1
-        self.last.pop()
+    def take_back(self, event: Event) -> None:
+        """Note that nothing was sent in the last ``event`` that was begun."""
+        kept = list(self.last)
+        if event in kept:
+            del kept[len(kept) - 1 - kept[::-1].index(event)]
+            self.count -= 1
+            self.last = deque(kept, maxlen=_LAST)
 
     def missing(self, target: Journal) -> list[Event]:
-        """What this rank has not begun of what is in ``target``."""
-        apart = max(target.count - self.count, 0)
-        return list(target.last)[len(target.last) - apart :] if apart else []
+        """What this rank has not begun of what is in ``target``; nothing if that is more than anybody remembers."""
+        apart = target.count - self.count
+        return list(target.last)[len(target.last) - apart :] if 0 < apart <= len(target.last) else []
 
     def to_text(self) -> str:
         """As it is published."""

@@ -1,14 +1,16 @@
 """A wrapper's calls on this rank: where they meet the other ranks, and what leaves them.
 
-A steady step reads one bool before the wrapper's forward, one when its module's has returned, one when the backward of
-the planned step begins and one when the whole backward has returned. Whatever error leaves a planned call or its
-backward on the way is told to the other ranks before it is raised here.
+1. A forward with gradients outside of ``no_sync`` *arms* the wrapper's reducer: the next backward that goes through the
+   wrapper exchanges gradients, once, however many forwards it goes through.
+2. A steady step reads one bool before the wrapper's forward, one when its module's has returned, one when its backward
+   begins and one when the whole backward has returned.
+3. Whatever error leaves a planned call or its backward on the way is told to the other ranks before it is raised here.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,8 +24,14 @@ from ebbtide.ranks.first_call import FirstCall
 from ebbtide.ranks.journal import Event
 from ebbtide.ranks.rank_group import RankGroup, is_known_to_all
 from ebbtide.torch_seams.autograd import BackwardWatch
-from ebbtide.torch_seams.data_parallel import exchanges_gradients, group_of, running_wrapper
+from ebbtide.torch_seams.data_parallel import (
+    exchanges_before_forward,
+    exchanges_gradients,
+    group_of,
+    running_wrapper,
+)
 from ebbtide.torch_seams.process_groups import comes_from_a_collective
+from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["ALONE", "Alone", "Exchange", "Member", "member_of"]
 
@@ -41,11 +49,11 @@ def member_of(module: torch.nn.Module) -> Alone:
         return ALONE
     known = _members.get(wrapper)
     if known is None or not known.is_open:
-        known = _members[wrapper] = _member(wrapper)
+        known = _members[wrapper] = _member(wrapper, module)
     return known
 
 
-def _member(wrapper: DistributedDataParallel) -> Alone:
+def _member(wrapper: DistributedDataParallel, module: torch.nn.Module) -> Alone:
     torchs, device = group_of(wrapper)
     if torchs.size() == 1:
         return ALONE
@@ -54,9 +62,12 @@ def _member(wrapper: DistributedDataParallel) -> Alone:
     if group is None:
         group = RankGroup(torchs, device)
         _groups.append(group)
+    if not _watch.is_open:
         _watch.open()
-    member = Member(group, group.add(wrapper), weakref.ref(wrapper))
+    member = Member(group, group.add(wrapper), wrapper)
     wrapper.register_forward_pre_hook(_Entry(member))
+    if wrapper.module is not module:
+        wrapper.register_forward_hook(_Exit(member))
     return member
 
 
@@ -66,13 +77,26 @@ class _Entry:
 
     member: Member | None = None
 
-    def __call__(self, wrapper: torch.nn.Module, args: object) -> None:
-        del wrapper, args
-        if self.member is not None and self.member.group.is_open:
-            self.member.group.begin(self.member.forward)
+    def __call__(self, wrapper: DistributedDataParallel, args: object) -> None:
+        del args
+        if self.member is not None and self.member.is_open:
+            self.member.forward_begins(wrapper)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Entry, ()
+        return type(self), ()
+
+
+@dataclass(eq=False)
+class _Exit(_Entry):
+    """The hook behind a wrapper's forward of which a part is planned: what is around that has exchanges before it."""
+
+    def __call__(self, wrapper: DistributedDataParallel, args: object, outputs: object = None) -> None:  # type: ignore[override]
+        del wrapper, args
+        if self.member is None or not self.member.is_open:
+            return
+        for each in tree_leaves(outputs):
+            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+                each.grad_fn.register_prehook(self.member.backward_begins)
 
 
 class Alone:
@@ -129,16 +153,69 @@ class Member(Alone):
         wrapper: it.
     """
 
-    def __init__(self, group: RankGroup, number: int, wrapper: weakref.ref[DistributedDataParallel]) -> None:
+    def __init__(self, group: RankGroup, number: int, wrapper: DistributedDataParallel) -> None:
         self.group = group
-        self.forward, self.backward = Event("forward", number), Event("backward", number)
-        self._wrapper = wrapper
+        self.backward = Event("backward", number)
+        self._wrapper = weakref.ref(wrapper)
         self._first: FirstCall | None = FirstCall(group, number)
+        self._armed = exchanges_gradients(wrapper)
+        self._steps = _Steps()
 
     @property
     def is_open(self) -> bool:
         """Whether torch's group has not been destroyed."""
         return self.group.is_open
+
+    def forward_begins(self, wrapper: DistributedDataParallel) -> None:
+        """The wrapper's forward begins, with whatever it exchanges.
+
+        Raises:
+            EbbtideError: what another rank has published.
+        """
+        exchanged, event = self.backward.wrapper in self.group.exchanged, None
+        if exchanges_before_forward(wrapper, exchanged=exchanged):
+            event = Event("forward" if torch.is_grad_enabled() else "buffers", self.backward.wrapper)
+        self.group.begin(event)
+        self._armed = self._armed or exchanges_gradients(wrapper)
+
+    def backward_begins(self, *_: object) -> None:
+        """A backward comes to the wrapper: the last moment at which nobody waits for this rank.
+
+        Raises:
+            EbbtideError: what another rank has published.
+        """
+        if self in _running.members:
+            return
+        _running.members.append(self)
+        self._steps = _Steps(exchanges=self._armed)
+        if self._armed and self.group.others_plan:
+            self.group.wait_for_plans()
+        self.group.begin(self.backward if self._armed else None)
+        self._steps.has_begun = True
+
+    def backward_returned(self) -> None:
+        """The backward that went through the wrapper has returned."""
+        if self._steps.exchanges and self._steps.are_sent:
+            self.group.exchanged.add(self.backward.wrapper)
+            self._armed = False
+
+    def step_begins(self) -> None:
+        """The backward of a planned step of the wrapper begins.
+
+        Raises:
+            EbbtideError: what another rank has published.
+        """
+        self.backward_begins()
+        self._steps.begun += 1
+
+    def step_ends(self) -> None:
+        """The backward of a planned step is over: its gradients are on their way to the others."""
+        self._steps.done += 1
+
+    @property
+    def steps(self) -> _Steps:
+        """Those of the backward that runs, or has run."""
+        return self._steps
 
     def enter(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Before the first step, meet the others."""
@@ -184,9 +261,30 @@ class Member(Alone):
         self.group.tell(error)
 
     def exchange(self) -> Exchange:
-        """The exchange of gradients that follows."""
-        wrapper = self._wrapper()
-        return Exchange(self, synced=wrapper is not None and exchanges_gradients(wrapper))
+        """The backward of the planned call that runs."""
+        return Exchange(self)
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The planned steps of one wrapper in one backward.
+
+    Attributes:
+        exchanges: whether gradients are exchanged in it.
+        has_begun: whether the other ranks count on this one in it.
+        begun: how many have begun.
+        done: how many are over.
+    """
+
+    exchanges: bool = False
+    has_begun: bool = False
+    begun: int = 0
+    done: int = 0
+
+    @property
+    def are_sent(self) -> bool:
+        """Whether all gradients are on their way to the others, as far as they come from planned steps."""
+        return self.has_begun and self.begun == self.done > 0
 
 
 @dataclass(eq=False, slots=True)
@@ -195,67 +293,74 @@ class Exchange:
 
     Attributes:
         member: whose call it was.
-        synced: whether gradients are exchanged in it.
-        begun: whether the planned step's part has begun.
-        sent: whether it is over, so that gradients are on their way to the others.
+        begun: whether it has begun.
     """
 
     member: Member
-    synced: bool
     begun: bool = False
-    sent: bool = False
 
     def begins(self, *_: object) -> None:
-        """The planned step's backward begins: the last moment at which nobody waits for this rank.
+        """It begins; it is called once or twice.
 
         Raises:
             EbbtideError: what another rank has published.
         """
-        if self.begun:
-            return
-        group = self.member.group
-        _running.exchange = self
-        if group.others_plan and self.synced:
-            group.wait_for_plans()
-        group.begin(self.member.backward if self.synced else None)
-        self.begun = True
+        if not self.begun:
+            self.member.step_begins()
+            self.begun = True
+
+    def ends(self) -> None:
+        """It is over."""
+        self.member.step_ends()
 
 
 class _Running:
-    """The backward that runs, whichever thread runs its nodes."""
+    """The backward that runs, whichever thread runs its nodes; one that another one calls is a part of that."""
 
-    exchange: Exchange | None = None
+    def __init__(self) -> None:
+        self.depth = 0
+        self.members: list[Member] = []
+
+    def begins(self, *_: object) -> None:
+        """One begins."""
+        self.depth += 1
+
+    def returns(self) -> None:
+        """One has ended: raise what another rank has published while this one was in the exchange."""
+        self.depth = max(self.depth - 1, 0)
+        if self.depth or not self.members:
+            return
+        members, self.members = self.members, []
+        for each in members:
+            each.backward_returned()
+        for each in members:
+            if each.group.failing:
+                each.group.raise_failure()
+
+    def raises(self, error: BaseException) -> None:
+        """One raises ``error``: tell the others what is of this rank, and say in words what is of another."""
+        if self.depth > 1 or not self.members:
+            return
+        members, self.members = self.members, []
+        if is_known_to_all(error):
+            return
+        for group in {each.group for each in members}:
+            _tell(group, [each for each in members if each.group is group], error)
+
+
+def _tell(group: RankGroup, members: Sequence[Member], error: BaseException) -> None:
+    begun = [each.backward for each in members if each.steps.exchanges and each.steps.has_begun]
+    unsent = [each.backward for each in members if each.backward in begun and not each.steps.are_sent]
+    are_sent = all(each.steps.are_sent for each in members)
+    if are_sent and comes_from_a_collective(error):
+        if (named := group.explain()) is not None:
+            named.add_note(_NOT_WHOLE)
+            group.tell(named, unsent=begun)
+            raise named from error
+    elif isinstance(error, EbbtideError) or not are_sent:
+        error.add_note(_NOT_WHOLE)
+        group.tell(error, unsent=unsent)
 
 
 _running = _Running()
-
-
-def _returned() -> None:
-    """A backward has returned: raise what another rank has published while this one was in the exchange."""
-    exchange, _running.exchange = _running.exchange, None
-    if exchange is None:
-        return
-    group = exchange.member.group
-    if exchange.sent and exchange.synced:
-        group.exchanged.add(exchange.member.backward.wrapper)
-    if group.failing:
-        group.raise_failure()
-
-
-def _raised(error: BaseException) -> None:
-    """A backward raises ``error``: tell the others what is of this rank, and say in words what is of another."""
-    exchange, _running.exchange = _running.exchange, None
-    if exchange is None or is_known_to_all(error):
-        return
-    group = exchange.member.group
-    if exchange.begun and exchange.sent and comes_from_a_collective(error):
-        if (named := group.explain()) is not None:
-            named.add_note(_NOT_WHOLE)
-            group.tell(named, unsent=exchange.synced)
-            raise named from error
-    elif isinstance(error, EbbtideError) or not exchange.sent:
-        error.add_note(_NOT_WHOLE)
-        group.tell(error, unsent=exchange.synced and exchange.begun and not exchange.sent)
-
-
-_watch = BackwardWatch(_returned, raises=_raised)
+_watch = BackwardWatch(_running.returns, begins=_running.begins, raises=_running.raises)

@@ -152,19 +152,19 @@ class RankGroup:
             self._follow()
         raise known_to_all(failure.error())
 
-    def tell(self, error: BaseException, *, unsent: bool = False) -> None:
+    def tell(self, error: BaseException, *, unsent: Sequence[Event] = ()) -> None:
         """Publish that this rank raises ``error``, if the others do not know it (definition 2).
 
         Args:
             error: which is raised when this returns.
-            unsent: whether the exchange that was begun last has sent nothing.
+            unsent: exchanges that were begun, and in which nothing was sent.
         """
         if is_known_to_all(error):
             return
         known_to_all(error)
         with self._lock:
-            if unsent:
-                self._journal.take_back()
+            for each in unsent:
+                self._journal.take_back(each)
             others_failed = self.failing
         with contextlib.suppress(StoreGone):
             if others_failed or self.store.add(f"claim/{self._epoch}", 1) > 1:
@@ -202,8 +202,8 @@ class RankGroup:
         try:
             for event in self._journal.missing(target):
                 wrapper = self.wrappers[event.wrapper]()
-                if wrapper is not None and event.kind == "forward":
-                    stand_in_for_forward(wrapper)
+                if wrapper is not None and event.kind != "backward":
+                    stand_in_for_forward(wrapper, gradients=event.kind == "forward")
                 elif wrapper is not None:
                     stand_in_for_backward(wrapper, first=event.wrapper not in self.exchanged)
                     self.exchanged.add(event.wrapper)

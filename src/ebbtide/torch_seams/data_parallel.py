@@ -23,9 +23,11 @@ from ebbtide.torch_seams.storages import storage_key
 
 __all__ = [
     "bucket_bytes",
+    "exchanges_before_forward",
     "exchanges_gradients",
     "group_of",
     "has_exchanged",
+    "has_others",
     "is_alone",
     "running_wrapper",
     "stand_in_for_backward",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _WRAPPERS: MutableMapping[torch.nn.Module, weakref.ref[DistributedDataParallel]] = WeakIdKeyDictionary()
+_PARTS: MutableMapping[torch.nn.Module, tuple[weakref.ref[DistributedDataParallel], bool]] = WeakIdKeyDictionary()
 
 
 def bucket_bytes(module: torch.nn.Module) -> int:
@@ -44,7 +47,7 @@ def bucket_bytes(module: torch.nn.Module) -> int:
     wrapper = _wrapper_of(module)
     if wrapper is None:
         return 0
-    trained = [each for each in wrapper.module.parameters() if each.requires_grad]
+    trained = [each for each in module.parameters() if each.requires_grad]
     total = sum(each.numel() * each.element_size() for each in trained)
     if not wrapper.gradient_as_bucket_view:
         return total
@@ -58,10 +61,26 @@ def is_alone() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == 1
 
 
+def has_others() -> bool:
+    """Whether this process is one of several of a world."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def running_wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """The wrapper whose forward runs right now and calls ``module``."""
+    """The wrapper whose forward runs right now and calls ``module``, which is its module or a part of that."""
     running = DistributedDataParallel._get_active_ddp_module()
-    return running if isinstance(running, DistributedDataParallel) and running.module is module else None
+    return running if isinstance(running, DistributedDataParallel) and _is_in(module, running) else None
+
+
+def _is_in(module: torch.nn.Module, wrapper: DistributedDataParallel) -> bool:
+    """Whether ``module`` is a part of what is wrapped, or that; remembered, as every call asks."""
+    if wrapper.module is module:
+        return True
+    known = _PARTS.get(module)
+    if known is None or known[0]() is not wrapper:
+        is_part = any(each is module for each in wrapper.module.modules())
+        known = _PARTS[module] = (weakref.ref(wrapper), is_part)
+    return known[1]
 
 
 def group_of(wrapper: DistributedDataParallel) -> tuple[dist.ProcessGroup, torch.device]:
@@ -75,9 +94,27 @@ def exchanges_gradients(wrapper: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and wrapper.require_backward_grad_sync
 
 
-def stand_in_for_forward(wrapper: DistributedDataParallel) -> None:
-    """Take part in what ``wrapper`` exchanges before its module's forward: the order of buckets, and buffers."""
-    with torch.enable_grad():
+def exchanges_before_forward(wrapper: DistributedDataParallel, *, exchanged: bool) -> bool:
+    """Whether a forward that begins now exchanges something first: buffers, or once the order of buckets.
+
+    Args:
+        wrapper: it.
+        exchanged: whether a backward of it has exchanged gradients, of which the order comes.
+    """
+    if wrapper._check_sync_bufs_pre_fwd():
+        return True
+    has_order = wrapper.static_graph or not wrapper.find_unused_parameters
+    return exchanged and has_order and torch.is_grad_enabled() and not wrapper._has_rebuilt_buckets
+
+
+def stand_in_for_forward(wrapper: DistributedDataParallel, *, gradients: bool) -> None:
+    """Take part in what ``wrapper`` exchanges before its module's forward.
+
+    Args:
+        wrapper: it.
+        gradients: whether the others' forward is one with gradients: others exchange buffers alone.
+    """
+    with torch.set_grad_enabled(gradients):
         wrapper._pre_forward()
 
 
@@ -112,8 +149,8 @@ def _exchange_used(wrapper: DistributedDataParallel) -> None:
 
 def _wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
     """The wrapper whose forward runs, if ``module`` is inside of it, or else the one that it was called by before."""
-    running = DistributedDataParallel._get_active_ddp_module()
-    if isinstance(running, DistributedDataParallel) and running.module is module:
+    running = running_wrapper(module)
+    if running is not None:
         _WRAPPERS[module] = weakref.ref(running)
         return running
     known = _WRAPPERS.get(module)

@@ -36,7 +36,7 @@ def a_wrapper_is_known_while_its_forward_runs() -> None:
 @canary
 def a_rank_may_stand_in_for_its_part() -> None:
     """What torch's ``Join`` calls for ranks that have run out of data, on the wrapper and on its reducer."""
-    names = ("_pre_forward", "_match_all_reduce_for_bwd_pass", "will_sync_module_buffers")
+    names = ("_pre_forward", "_match_all_reduce_for_bwd_pass", "_check_sync_bufs_pre_fwd")
     expect(all(callable(getattr(DistributedDataParallel, each, None)) for each in names), "a wrapper has other parts")
     parts = ("_get_local_used_map", "_push_all_rebuilt_params", "_rebuild_buckets", "_get_zeros_like_grad_buckets")
     expect(all(hasattr(Reducer, each) for each in parts), "a reducer has other parts")
@@ -47,3 +47,10 @@ def a_rank_may_stand_in_for_its_part() -> None:
     expect(data_parallel.exchanges_gradients(wrapper), "a wrapper outside of no_sync does not exchange gradients")
     with torch.no_grad():
         expect(not data_parallel.exchanges_gradients(wrapper), "a forward without gradients exchanges some")
+    wrapper.require_forward_param_sync, wrapper.forward_sync_buffers, wrapper.modules_buffers = True, True, []
+    wrapper.find_unused_parameters = wrapper._has_rebuilt_buckets = False
+    before = data_parallel.exchanges_before_forward
+    expect(before(wrapper, exchanged=True), "the order of buckets is not exchanged before a forward")
+    expect(not before(wrapper, exchanged=False), "an order of buckets is exchanged before there is one")
+    wrapper.modules_buffers = [torch.zeros(1)]
+    expect(before(wrapper, exchanged=False), "buffers are not exchanged before a forward")
