@@ -40,7 +40,7 @@ from ebbtide.errors import CaptureError, InternalError
 from ebbtide.step.program import COPY_BACK, Buffer, Op, Program
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.torch_seams.aot import description_of, is_tangent, mutated_inputs
-from ebbtide.torch_seams.data_parallel import is_alone
+from ebbtide.torch_seams.data_parallel import world_size
 from ebbtide.torch_seams.graphs import is_checkpointed, stack_trace_of
 from ebbtide.torch_seams.storages import storage_key
 
@@ -395,7 +395,7 @@ def _refuse_collectives(ops: Sequence[Op]) -> None:
     Raises:
         CaptureError: naming the first such op.
     """
-    if is_alone():
+    if world_size() == 1:
         return
     for op in ops:
         if op.target.split(".")[0] in COLLECTIVES:

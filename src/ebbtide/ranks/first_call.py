@@ -20,6 +20,7 @@ from ebbtide.ranks.rank_group import RankGroup, known_to_all
 __all__ = ["FirstCall"]
 
 _APART = 1.05
+"""How far budgets in bytes may be apart: what cards of one machine have free differs by what else is on them."""
 _REFUSED_SECONDS = 4.0
 """How long a refusal waits for the ranks that still plan: what all of them need is said together then."""
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -150,16 +149,20 @@ class Member(Alone):
     Args:
         group: the ranks.
         number: of the wrapper among those of the group.
-        wrapper: it.
+        wrapper: it, whose forward runs.
+
+    Attributes:
+        group: the ranks.
+        backward: its exchange of gradients.
+        steps: planned ones of the backward that runs, or has run.
     """
 
     def __init__(self, group: RankGroup, number: int, wrapper: DistributedDataParallel) -> None:
         self.group = group
         self.backward = Event("backward", number)
-        self._wrapper = weakref.ref(wrapper)
         self._first: FirstCall | None = FirstCall(group, number)
         self._armed = exchanges_gradients(wrapper)
-        self._steps = _Steps()
+        self.steps = _Steps()
 
     @property
     def is_open(self) -> bool:
@@ -187,15 +190,15 @@ class Member(Alone):
         if self in _running.members:
             return
         _running.members.append(self)
-        self._steps = _Steps(exchanges=self._armed)
+        self.steps = _Steps(exchanges=self._armed)
         if self._armed and self.group.others_plan:
             self.group.wait_for_plans()
         self.group.begin(self.backward if self._armed else None)
-        self._steps.has_begun = True
+        self.steps.has_begun = True
 
     def backward_returned(self) -> None:
         """The backward that went through the wrapper has returned."""
-        if self._steps.exchanges and self._steps.are_sent:
+        if self.steps.exchanges and self.steps.are_sent:
             self.group.exchanged.add(self.backward.wrapper)
             self._armed = False
 
@@ -206,16 +209,11 @@ class Member(Alone):
             EbbtideError: what another rank has published.
         """
         self.backward_begins()
-        self._steps.begun += 1
+        self.steps.begun += 1
 
     def step_ends(self) -> None:
         """The backward of a planned step is over: its gradients are on their way to the others."""
-        self._steps.done += 1
-
-    @property
-    def steps(self) -> _Steps:
-        """Those of the backward that runs, or has run."""
-        return self._steps
+        self.steps.done += 1
 
     def enter(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Before the first step, meet the others."""

@@ -27,11 +27,10 @@ __all__ = [
     "exchanges_gradients",
     "group_of",
     "has_exchanged",
-    "has_others",
-    "is_alone",
     "running_wrapper",
     "stand_in_for_backward",
     "stand_in_for_forward",
+    "world_size",
 ]
 
 _WRAPPERS: MutableMapping[torch.nn.Module, weakref.ref[DistributedDataParallel]] = WeakIdKeyDictionary()
@@ -56,14 +55,9 @@ def bucket_bytes(module: torch.nn.Module) -> int:
     return max(total - sum(seen.values()), 0)
 
 
-def is_alone() -> bool:
-    """Whether this process is the only one of its world."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() == 1
-
-
-def has_others() -> bool:
-    """Whether this process is one of several of a world."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def world_size() -> int:
+    """How many processes train together; 0 where no group of processes was made."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
 
 
 def running_wrapper(module: torch.nn.Module) -> DistributedDataParallel | None:

@@ -21,7 +21,7 @@ from ebbtide.optimizer.cost.step_bytes import step_bytes
 from ebbtide.optimizer.state.options import settings_of
 from ebbtide.planning.step_end import INSIDE, NOTHING_AFTER, SCALARS_BYTES, StepEnd
 from ebbtide.step.provenance import NOT_KNOWN
-from ebbtide.torch_seams.data_parallel import has_others
+from ebbtide.torch_seams.data_parallel import world_size
 from ebbtide.torch_seams.optimizers import parameters_stepped_by
 from ebbtide.units import format_bytes
 
@@ -42,7 +42,7 @@ def end_of(optimizer: torch.optim.Optimizer, taken_bytes: int | None, *, one_by_
     """What an optimizer's step needs that takes ``taken_bytes`` (definition 1); nothing where that is not known."""
     if not taken_bytes:
         return NOTHING_AFTER
-    slack, inside = scalars_bytes(optimizer) + _GENERATORS_BYTES, not (one_by_one or has_others())
+    slack, inside = scalars_bytes(optimizer) + _GENERATORS_BYTES, not (one_by_one or world_size() > 1)
     if _is_on_card(optimizer):
         slack += taken_bytes // _UNSPLIT
     return StepEnd(
