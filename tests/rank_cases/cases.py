@@ -264,7 +264,7 @@ ORDERS = {"before": 1, "after": 2, "later": 4}
 
 def agreement(rank: int, size: int) -> dict[str, Any]:
     """Seconds of a first call's questions, for the rank that comes last to each, and of a steady step's."""
-    from ebbtide.ranks import member
+    from ebbtide.ranks import backwards, member
     from ebbtide.ranks.first_call import FirstCall
 
     seconds: list[float] = []
@@ -302,7 +302,7 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
             exchange.begins()
             exchange.begins()
             exchange.ends()
-            member._running.returns()
+            backwards._running.returns()
         steady = (time.perf_counter() - begin) / count
     dist.barrier()
     return {"first_seconds": first, "steady_seconds": steady}

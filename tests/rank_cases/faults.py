@@ -127,6 +127,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "skewed costs": _skew_costs,
     "no store": _no_store,
     "killed later": _kill_later,
+    "killed before": lambda at: kill(signal.SIGKILL),
     "interrupted at the store": _interrupt_at_the_store,
     "another version": _another_version,
     "slow": lambda at: _in_planning(lambda: time.sleep(4), at),

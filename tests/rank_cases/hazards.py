@@ -84,6 +84,9 @@ HAZARDS = (
     Hazard("unfit alone", {"alone": "unfit", "at": 1}, modes=True),
     Hazard("accumulates alone", {"alone": "accumulates", "at": 1}, modes=True),
     Hazard("no_grad alone", {"alone": "no_grad", "at": 1}),
+    Hazard(
+        "SIGKILL before the first call", {"fault": "killed before"}, "RankError", "ended", "rank {} has ended or hangs"
+    ),
     Hazard("SIGKILL while planning", {"fault": "killed"}, "RankError", "ended"),
     Hazard("SIGKILL of rank 0 while planning", {"fault": "killed"}, "RankError", "ended", _STORE, who=0),
     Hazard("SIGSEGV while planning", {"fault": "segfault"}, "RankError", "ended"),

@@ -46,6 +46,7 @@ from ebbtide.planners.narration import aloud
 from ebbtide.planning.cache import PlanCache
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.planning.shape_plans import Buckets
+from ebbtide.ranks.rank_group import say_alive
 from ebbtide.report.plan import Plan
 from ebbtide.step.machine import Machine
 from ebbtide.tiers import parse_tiers
@@ -126,6 +127,7 @@ def fit(
     model.__class__ = fitted_class(type(model))  # pyright: ignore[reportAttributeAccessIssue]
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)
+    say_alive(torch.device(device_of([model])))
     return model
 
 

@@ -14,14 +14,14 @@ from ebbtide.version import __version__
 __all__ = ["alike_on_all_ranks"]
 
 
-def alike_on_all_ranks(model: torch.nn.Module, request: Request) -> Mapping[str, str]:
-    """The versions, the model and the budget as it was asked for, in words."""
+def alike_on_all_ranks(model: torch.nn.Module, request: Request) -> Mapping[str, str | int]:
+    """The versions and the model in words, and the budget as it was asked for: bytes, or a share in words."""
     digest, count, numbers = hashlib.sha256(), 0, 0
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad};".encode())
         count, numbers = count + 1, numbers + parameter.numel()
     budget = request.budget
-    asked = f"{budget.bytes} bytes" if budget.share is None else f"{100 * budget.share:g} %"
+    asked = f"{100 * budget.share:g} %" if budget.share is not None else budget.bytes or 0
     return {
         "version of Ebbtide": __version__,
         "version of torch": str(torch.__version__),

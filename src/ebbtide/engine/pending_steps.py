@@ -43,7 +43,7 @@ from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.step_record import Before, StepRecord
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
-from ebbtide.ranks.member import Exchange
+from ebbtide.ranks.backwards import StepBackward
 from ebbtide.torch_seams.autograd import is_function_node, saved_by
 from ebbtide.torch_seams.storages import StorageWatch
 from ebbtide.torch_seams.trees import tree_leaves
@@ -173,7 +173,7 @@ class PendingStep:
     ran: bool = False
     node: weakref.ref[Any] | None = None
     sums: SharedGradients | None = None
-    exchange: Exchange | None = None
+    exchange: StepBackward | None = None
     clearing: Clearing | None = None
     thread: int = field(default_factory=threading.get_ident)
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 
 from ebbtide.errors import BudgetError, UsageError
@@ -45,8 +44,11 @@ class FirstCall:
     def _key(self, what: str) -> str:
         return f"first/{self._wrapper}/{self._attempt}/{what}"
 
-    def come(self, facts: Mapping[str, str]) -> None:
+    def come(self, facts: Mapping[str, str | int]) -> None:
         """Say what this rank has, and wait until all have (definition 1).
+
+        Args:
+            facts: what has to be the same, in words; of a number of bytes about the same.
 
         Raises:
             UsageError: if something differs.
@@ -55,14 +57,15 @@ class FirstCall:
         said = [
             json.loads(each) for each in self._group.gather(self._key("come"), json.dumps(dict(facts)), limited=True)
         ]
-        differing = [name for name in facts if _differ([str(each.get(name)) for each in said])]
+        differing = [name for name in facts if _differ([each.get(name) for each in said])]
         if not differing:
             self.planning = True
             return
         name = differing[0]
         found: dict[str, list[int]] = {}
         for number, each in zip(self._group.numbers, said, strict=True):
-            found.setdefault(str(each.get(name)), []).append(number)
+            value = each.get(name)
+            found.setdefault(f"{value} bytes" if isinstance(value, int) else str(value), []).append(number)
         listed = "; ".join(f"{value} on {_ranks(numbers)}" for value, numbers in found.items())
         argument = "budget" if name == "budget" else "model"
         raise known_to_all(
@@ -117,12 +120,11 @@ def _workable(refused: Sequence[Failure]) -> int:
     return max((each.smallest_bytes for each in refused), default=0)
 
 
-def _differ(values: Sequence[str]) -> bool:
+def _differ(values: Sequence[object]) -> bool:
     """Whether these are not the same; numbers of bytes may be a little apart: what each rank's own device has free."""
-    found = [re.fullmatch(r"(\d+) bytes", each) for each in values]
-    if None in found:
+    numbers = [each for each in values if isinstance(each, int)]
+    if len(numbers) < len(values):
         return len(set(values)) > 1
-    numbers = [int(each[1]) for each in found if each is not None]
     return max(numbers) > _APART * min(numbers)
 
 

@@ -28,11 +28,20 @@ from ebbtide.errors import EbbtideError, RankError
 from ebbtide.ranks.journal import Event, Journal
 from ebbtide.ranks.messages import Failure
 from ebbtide.torch_seams.data_parallel import has_exchanged, stand_in_for_backward, stand_in_for_forward
-from ebbtide.torch_seams.process_groups import GroupStore, StoreGone, is_open, ranks_in, timeout_seconds
+from ebbtide.torch_seams.process_groups import (
+    GroupStore,
+    StoreGone,
+    all_processes,
+    is_open,
+    ranks_in,
+    timeout_seconds,
+)
 
-__all__ = ["RankGroup", "is_known_to_all", "known_to_all"]
+__all__ = ["RankGroup", "is_known_to_all", "known_group", "known_to_all", "say_alive"]
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+_groups: list[RankGroup] = []
 
 _LOOK_SECONDS, _BEAT_SECONDS = 0.2, 1.0
 _LATE_SECONDS = 1.0
@@ -58,6 +67,32 @@ def known_to_all(error: ErrorT) -> ErrorT:
 def is_known_to_all(error: BaseException) -> bool:
     """Whether nobody has to be told of ``error``."""
     return _KNOWN in vars(error)
+
+
+def known_group(group: dist.ProcessGroup, device: torch.device) -> RankGroup:
+    """The ranks of torch's ``group``, which exchanges on ``device``.
+
+    Raises:
+        RankError: if its store cannot be reached.
+    """
+    _groups[:] = [each for each in _groups if each.is_open]
+    known = next((each for each in _groups if each.is_of(group)), None)
+    if known is None:
+        known = RankGroup(group, device)
+        _groups.append(known)
+    return known
+
+
+def say_alive(device: torch.device) -> None:
+    """Beat from now on (definition 1), if this is one of several processes: before its first planned call it may end.
+
+    Args:
+        device: of the model that is to be trained.
+    """
+    group = all_processes()
+    if group is not None and group.size() > 1:
+        with contextlib.suppress(RankError, RuntimeError):  # what cannot be reached is said at the first planned call
+            known_group(group, device)
 
 
 class RankGroup:
@@ -88,6 +123,7 @@ class RankGroup:
         self._silent_seconds = min(_SILENT_SHARE * self.timeout_seconds, _MOST_SILENT_SECONDS)
         try:
             self.store = GroupStore(group, self.rank)
+            self.beat(0)
         except StoreGone as error:
             raise self._store_gone(error) from error
         self._lock = threading.Lock()

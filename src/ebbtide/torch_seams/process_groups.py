@@ -14,7 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["GroupStore", "StoreGone", "comes_from_a_collective", "is_open", "ranks_in", "timeout_seconds"]
+__all__ = [
+    "GroupStore",
+    "StoreGone",
+    "all_processes",
+    "comes_from_a_collective",
+    "is_open",
+    "ranks_in",
+    "timeout_seconds",
+]
 
 _ANSWER = timedelta(seconds=5)
 _DEFAULT_SECONDS = 1800.0
@@ -95,6 +103,11 @@ class GroupStore:
         """The number under ``key``, 0 before anybody has added to it, with ``amount`` more."""
         with _reached():
             return self._store.add(key, amount)
+
+
+def all_processes() -> dist.ProcessGroup | None:
+    """The group of all processes that train together; ``None`` where there are none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def ranks_in(group: dist.ProcessGroup) -> tuple[int, tuple[int, ...]]:
