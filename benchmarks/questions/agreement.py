@@ -1,7 +1,7 @@
 """What it costs that ranks agree: of a first call what is not waiting, and of a steady step all of it.
 
 1. Ranks come to each question of the first call one after the other, half a second apart: what the last takes is no
-   waiting. It is measured with the connection to the store, which is made then.
+   waiting. It is measured with the connection to the store, which ``fit`` makes.
 2. In a steady step the hooks before the wrapper's forward and before the planned backward run, the wrapper is looked
    up, and a backward's return is seen. Each is called many times as a step calls it.
 """

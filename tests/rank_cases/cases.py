@@ -263,7 +263,8 @@ ORDERS = {"before": 1, "after": 2, "later": 4}
 
 
 def agreement(rank: int, size: int) -> dict[str, Any]:
-    """Seconds of a first call's questions, for the rank that comes last to each, and of a steady step's."""
+    """Seconds of what ``fit`` and a first call ask, for the rank that comes last to each, and of a steady step's."""
+    from ebbtide._api import fit as fitting
     from ebbtide.ranks import backwards, member
     from ebbtide.ranks.first_call import FirstCall
 
@@ -280,7 +281,7 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
         return call
 
     FirstCall.come, FirstCall.planned = timed(FirstCall.come), timed(FirstCall.planned)
-    member._member = timed(member._member)
+    member._member, fitting.say_alive = timed(member._member), timed(fitting.say_alive)
     net = Net()
     wrapper = DistributedDataParallel(net)
     ebbtide.fit(net, "80%", progress=None, options=ebbtide.Options(effort=20))
