@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 
 from harness.record import Row, at_most
 from rank_cases.launch import run_ranks
@@ -20,10 +21,10 @@ MOST_MILLISECONDS, MOST_MICROSECONDS = 5.0, 50.0
 
 
 def rows(case: str, quick: bool) -> Iterator[Row]:
-    """The last rank's, of several runs the least: what else the machine does is no cost of ours."""
+    """The last rank's, at the median of several runs."""
     found = [run_ranks("agreement", int(case.split()[0]), stays=False) for _ in range(1 if quick else 5)]
-    first = min(each[-1].found["first_seconds"] for each in found)
-    steady = min(each[-1].found["steady_seconds"] for each in found)
+    first = median(each[-1].found["first_seconds"] for each in found)
+    steady = median(each[-1].found["steady_seconds"] for each in found)
     yield Row(
         "agreement",
         {"case": case, "first_milliseconds": 1e3 * first, "steady_microseconds": 1e6 * steady, "runs": len(found)},
