@@ -299,7 +299,7 @@ def agreement(rank: int, size: int) -> dict[str, Any]:
             assert found is own
             found.enter(dict)
             exchange = found.exchange()
-            found.leave(None)
+            found.leave()
             exchange.begins()
             exchange.begins()
             exchange.ends()

@@ -109,12 +109,15 @@ def _skew_costs(at: int) -> None:
 
 def _no_store(at: int) -> None:
     """Have the group's store out of reach."""
-    from ebbtide.torch_seams import process_groups
+    from torch.distributed import distributed_c10d
 
-    def gone() -> Any:
+    from ebbtide.ranks import rank_group
+
+    def gone(*_: Any) -> Any:
         raise RuntimeError(f"connection {at} refused")
 
-    process_groups._c10d = gone
+    rank_group._groups.clear()
+    distributed_c10d._get_process_group_store = gone
 
 
 def _another_version(at: int) -> None:

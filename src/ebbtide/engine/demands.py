@@ -63,7 +63,7 @@ def _ends_of(step: Step, now: CallContext, learned: Learned, optimizers: Optimiz
 
 
 def bytes_to_be_cleared(now: CallContext, windows: KnownWindows) -> int:
-    """Of the gradients that are there, what goes before the backward, as earlier ones have."""
+    """Bytes of the gradients that are there and go before the backward, as earlier ones have."""
     return now.gradient_bytes if windows.cleared(now.call_slot) is Cleared.SEEN else 0
 
 

@@ -206,9 +206,9 @@ def run_forward(args: list[Any]) -> tuple[Any, ...]:
 
 def _prepare_updates(pending: PendingStep, executable: Executable, args: list[Any]) -> None:
     """Prepare updates in the backward (definition 6): this step will update, and is proven first."""
-    assert pending.optimizer is not None
+    assert pending.meets.optimizer is not None
     parameters = {position: (args[position], name) for position, name in executable.code.updates.items()}
-    pending.updates = BackwardUpdates(pending.optimizer, parameters, executable.code.entries)
+    pending.meets.updates = BackwardUpdates(pending.meets.optimizer, parameters, executable.code.entries)
     if pending.proves and not executable.first_runs.rehearsed:
         _rehearse(pending, executable, list(args))
         executable.first_runs.rehearsed = True
@@ -279,8 +279,8 @@ def run_backward(args: list[Any]) -> Any:
         raise gone(executable.plan.tiers[0])
     pending = _pending_step(executable, name)
     if pending is not None:
-        if pending.exchange is not None:
-            pending.exchange.begins()
+        if pending.meets.exchange is not None:
+            pending.meets.exchange.begins()
         pending.siblings.backwards += 1
         note_backward(pending.number)
         learn_cleared(pending)
@@ -298,10 +298,10 @@ def run_backward(args: list[Any]) -> Any:
     gradients = executable.code.unused.dropped(gradients)
     if executable.code.device == "cpu":
         _watch_handed_out(executable, pending, gradients)
-    if pending is not None and pending.sums is not None:
-        pending.sums.note(gradients)
-    if pending is not None and pending.exchange is not None:
-        pending.exchange.ends()
+    if pending is not None and pending.meets.sums is not None:
+        pending.meets.sums.note(gradients)
+    if pending is not None and pending.meets.exchange is not None:
+        pending.meets.exchange.ends()
     return gradients
 
 
@@ -325,17 +325,17 @@ def _begin_updates(executable: Executable, pending: PendingStep | None) -> Backw
     Raises:
         CaptureError, UsageError: if something does. Nothing has been updated.
     """
-    if pending is not None and pending.optimizer is not None:
-        pending.optimizer.refuse_to_begin()
+    if pending is not None and pending.meets.optimizer is not None:
+        pending.meets.optimizer.refuse_to_begin()
     if not executable.code.updates:
         return None
-    if pending is None or pending.updates is None or pending.node is None:
+    if pending is None or pending.meets.updates is None or pending.node is None:
         raise CaptureError(
             "the backward cannot be told from another's: what the forward returned is in an object that Ebbtide does "
             'not look into, and step="inside" has to know whose parameters it updates',
             remedy="return tensors, or a tuple, list, dict or dataclass of them",
         )
-    if pending.optimizer is not None and pending.optimizer.accumulates_in(pending.thread):
+    if pending.meets.optimizer is not None and pending.meets.optimizer.accumulates_in(pending.thread):
         raise CaptureError(
             "a backward begins in ebbtide.no_update(model), and its forward ran outside of it, so it would update the "
             "weights. Nothing has been updated",
@@ -354,8 +354,8 @@ def _begin_updates(executable: Executable, pending: PendingStep | None) -> Backw
             remedy="call backward before the next forward; to accumulate, run all forwards and backwards but the last "
             "in ebbtide.no_update(model)",
         )
-    pending.updates.begin(pending.node(), executable.code.unused.left_out())
-    return pending.updates
+    pending.meets.updates.begin(pending.node(), executable.code.unused.left_out())
+    return pending.meets.updates
 
 
 def _updating(taken: BackwardUpdates, backward: Callable[..., Any], args: list[Any]) -> Any:

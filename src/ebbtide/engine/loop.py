@@ -45,7 +45,7 @@ from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
 from ebbtide.engine.linked_outputs import watch_detached
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
-from ebbtide.engine.pending_steps import Holdings, Overlap, PendingStep, learn_overlap, returned_tensors
+from ebbtide.engine.pending_steps import Holdings, Meets, Overlap, PendingStep, learn_overlap, returned_tensors
 from ebbtide.engine.plans import PlanTask, plan_for, warn_of_forward
 from ebbtide.engine.sharded import refuse_newly_sharded
 from ebbtide.engine.snapshot import snapshot
@@ -109,16 +109,6 @@ def train(
     """
     every_output, ranks = model.configuration.every_output, member_of(module)
     call = Call(module, forward, args, kwargs, device_of([module]), every_output, ranks)
-    model.judge.tell = ranks.tell
-    try:
-        ranks.enter(functools.partial(alike_on_all_ranks, module, model.request))
-        return ranks.leave(_train(model, call))
-    except BaseException as error:
-        ranks.failed(error)
-        raise
-
-
-def _train(model: FittedModel, call: Call) -> Any:
     attempts = Attempts()
     with _begun(model, call) as handled:
         while True:
@@ -164,6 +154,26 @@ def _train(model: FittedModel, call: Call) -> Any:
 @contextmanager
 def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     """Open around a call, which it refuses where no step can be planned; gives the error that was handled before."""
+    handled, ranks = sys.exception(), call.ranks
+    model.judge.tell = ranks.tell
+    try:
+        ranks.enter(functools.partial(alike_on_all_ranks, call.module, model.request))
+        _prepare(model, call)
+        in_backward = model.optimizers.in_backward
+        on_device = nullcontext() if call.device == "cpu" else on_device_of([call.module])  # may not be the current one
+        aside = nullcontext() if in_backward is None else in_backward.gradient_guard.suspended()
+        with on_device, aside:
+            yield handled
+        ranks.leave()
+    except BaseException as error:
+        if isinstance(error, EbbtideError):
+            forget_frames(error, handled)  # or a batch that was refused would have a place in no later step
+        ranks.failed(error)
+        raise
+
+
+def _prepare(model: FittedModel, call: Call) -> None:
+    """Refuse what cannot be planned, and end what calls before have left open."""
     if call.device not in ("cpu", "cuda"):
         refuse_place(call.module, call.device)
     refuse_newly_sharded(call.module)
@@ -174,15 +184,6 @@ def _begun(model: FittedModel, call: Call) -> Generator[BaseException | None]:
     model.judge.call_begins()
     if model.gradient_watcher.watches:
         model.gradient_watcher.call_begins(parameters_in(call.module), first=not model.calls.planned)
-    handled, in_backward = sys.exception(), model.optimizers.in_backward
-    on_device = nullcontext() if call.device == "cpu" else on_device_of([call.module])  # may not be the current one
-    aside = nullcontext() if in_backward is None else in_backward.gradient_guard.suspended()
-    try:
-        with on_device, aside:
-            yield handled
-    except EbbtideError as error:
-        forget_frames(error, handled)  # or a batch that was refused would have a place in no later step
-        raise
 
 
 # -- look ---------------------------------------------------------------------------------------------------
@@ -465,7 +466,7 @@ def _pending(model: FittedModel, step: Step, executable: Executable | None, now:
         model.pending,
         Overlap(now.call_slot, model.learned.windows.expected(now.call_slot)),
         Holdings(step.piece.capture, now.inputs),
-        model.optimizers.in_backward,
+        Meets(model.optimizers.in_backward),
         now.hooked,
     )
 
@@ -473,12 +474,12 @@ def _pending(model: FittedModel, step: Step, executable: Executable | None, now:
 def _run(model: FittedModel, step: Step, executable: Executable, call: Call, now: CallContext) -> Any:
     """The forward of ``call`` under ``executable``."""
     pending = _pending(model, step, executable, now)
-    pending.exchange = call.ranks.exchange()
-    pending.clearing = clearing_of(now.module, now.cleared, now.gradient_bytes)
+    pending.meets.exchange = call.ranks.exchange()
+    pending.meets.clearing = clearing_of(now.module, now.cleared, now.gradient_bytes)
     alone = not model.pending
     before = model.pending.disturb(pending.number)
     choose_checks(pending, now.device)
-    if executable.code.updates and pending.optimizer is not None and not pending.optimizer.has_updated:
+    if executable.code.updates and pending.meets.optimizer is not None and not pending.meets.optimizer.has_updated:
         pending.measuring.gauge = None  # the optimizer makes its state in this step, which is counted as there already
     configuration = model.configuration
     model.judge.watch(

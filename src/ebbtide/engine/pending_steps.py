@@ -52,6 +52,7 @@ from ebbtide.units import format_allowed, format_bytes
 from ebbtide.user_objects import attributes_of, elements_of, is_a
 
 __all__ = [
+    "Meets",
     "PendingStep",
     "PendingSteps",
     "disturb_step_of",
@@ -139,6 +140,25 @@ class Measuring:
         self.end_record()
 
 
+@dataclass(slots=True)
+class Meets:
+    """What a backward meets on its way.
+
+    Attributes:
+        optimizer: that runs in the backward of its model's steps.
+        updates: what it updates, if it does.
+        exchange: other ranks; ``None`` outside of a DistributedDataParallel of several.
+        clearing: tells whether gradients of earlier steps go before it; ``None`` once that is known.
+        sums: watches gradients that it adds up, the first time that its code runs.
+    """
+
+    optimizer: OptimizerInBackward | None = None
+    updates: BackwardUpdates | None = None
+    exchange: StepBackward | None = None
+    clearing: Clearing | None = None
+    sums: SharedGradients | None = None
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class PendingStep:
     """One forward and its backward.
@@ -148,16 +168,12 @@ class PendingStep:
         siblings: the pending steps of its model.
         overlap: calls that start while it is pending.
         holdings: what it keeps.
-        optimizer: that runs in the backward of its model's steps.
+        meets: what its backward meets.
         hooked: whether saved-tensor hooks were active, so that its handle does not name it.
         number: names it.
         measuring: what is found out in it.
-        updates: what its backward updates, if it does.
         ran: whether the forward ran.
         node: its autograd node, once the forward has returned.
-        sums: watches gradients that it adds up, the first time that its code runs.
-        exchange: where its backward meets other ranks; ``None`` outside of a DistributedDataParallel of several.
-        clearing: tells whether gradients of earlier steps go before its backward; ``None`` once that is known.
         thread: that started it.
     """
 
@@ -165,16 +181,12 @@ class PendingStep:
     siblings: PendingSteps
     overlap: Overlap = field(default_factory=Overlap)
     holdings: Holdings = field(default_factory=Holdings)
-    optimizer: OptimizerInBackward | None = None
+    meets: Meets = field(default_factory=Meets)
     hooked: bool = False
     number: int = field(default_factory=_numbers.__next__)
     measuring: Measuring = field(default_factory=Measuring)
-    updates: BackwardUpdates | None = None
     ran: bool = False
     node: weakref.ref[Any] | None = None
-    sums: SharedGradients | None = None
-    exchange: StepBackward | None = None
-    clearing: Clearing | None = None
     thread: int = field(default_factory=threading.get_ident)
 
     @property
@@ -206,18 +218,18 @@ class PendingStep:
         _with_node[self.number] = _keeping[self.number] = self.siblings.by_number[self.number] = self
         self.node = weakref.ref(node)
         weakref.finalize(node, _abandon_dead, self.number).atexit = False
-        if self.exchange is not None:
-            node.register_prehook(self.exchange.begins)
+        if self.meets.exchange is not None:
+            node.register_prehook(self.meets.exchange.begins)
         node.register_prehook(_refuse_autocast)
         node.register_prehook(functools.partial(_refuse_other_products, _products()))
         node.register_prehook(note_arrived)
         if self.executable is not None:
             node.register_prehook(functools.partial(keep_order, weakref.ref(node), self.executable.code.gradient_order))
             siblings = self.siblings
-            self.sums = watch_sums(node, self.executable.code, lambda: siblings.backwards)
+            self.meets.sums = watch_sums(node, self.executable.code, lambda: siblings.backwards)
         node.register_hook(refuse_second_derivative)
-        if self.updates is not None and self.optimizer is not None:
-            self.optimizer.scaled_losses.add(node)
+        if self.meets.updates is not None and self.meets.optimizer is not None:
+            self.meets.optimizer.scaled_losses.add(node)
         if not self.hooked:  # whose hooks would unpack everything once more
             node.register_prehook(functools.partial(_refuse_changed_inputs, weakref.ref(node)))
 
@@ -234,10 +246,10 @@ class PendingStep:
         if executable is not None and executable.first_runs.proving == self.handle:
             executable.first_runs.proving = None
         self.retire()
-        self.clearing = None
+        self.meets.clearing = None
         self.measuring.end_record()
-        if self.sums is not None:
-            self.sums.end()
+        if self.meets.sums is not None:
+            self.meets.sums.end()
         if self.holdings.arena is not None:
             self.holdings.arena.close()
 
@@ -367,7 +379,7 @@ def learn_retained(pending: PendingStep, *, again: bool) -> None:
 
 def learn_cleared(pending: PendingStep) -> None:
     """The backward of ``pending`` begins: tell whether old gradients were cleared, and say it if they were to be."""
-    clearing, pending.clearing = pending.clearing, None
+    clearing, pending.meets.clearing = pending.meets.clearing, None
     executable, knowledge = pending.executable, pending.siblings.knowledge
     if clearing is None or executable is None or knowledge is None:
         return

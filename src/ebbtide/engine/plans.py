@@ -168,19 +168,14 @@ def plan_for(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool, in
         except BudgetError as error:
             forget_frames(error, handled)  # which hold the gradients
         task = replace(task, cleared_bytes=task.now.gradient_bytes)
-    return *_plan_or_least(task, profiling), task.cleared_bytes
-
-
-def _plan_or_least(task: PlanTask, profiling: ProfilingBudget) -> tuple[Plan, bool]:
-    """What :func:`_plan_for` gives; a refusal names a budget that was planned."""
     try:
-        return _plan_for(task)
+        return *_plan_for(task), task.cleared_bytes
     except BudgetError as error:
         if task.request.given_plan is not None or not (profiling.refused_bytes or profiling.knows_all):
             raise
         if (smallest := _accepted_bytes(task, error.smallest_bytes)) == error.smallest_bytes:
             raise
-    return _plan_for(replace(task, known_smallest_bytes=smallest))
+    return *_plan_for(replace(task, known_smallest_bytes=smallest)), task.cleared_bytes
 
 
 def _accepted_bytes(task: PlanTask, smallest_bytes: int) -> int:

@@ -77,7 +77,7 @@ class WrapperBackward:
     def returned(self) -> None:
         """The backward that went through the wrapper has returned."""
         if self.exchanges and self.is_sent:
-            self.group.exchanged.add(self.event.wrapper)
+            self.group.exchanged[self.event.wrapper] += 1
             self._armed = False
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,8 +30,6 @@ from ebbtide.torch_seams.data_parallel import (
 from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["ALONE", "Alone", "Member", "member_of"]
-
-OutputsT = TypeVar("OutputsT")
 
 _members: MutableMapping[torch.nn.Module, Alone] = WeakIdKeyDictionary()
 
@@ -100,13 +98,12 @@ class Alone:
             EbbtideError: what another rank has published, or that ranks differ.
         """
 
-    def leave(self, outputs: OutputsT) -> OutputsT:
-        """The call returns ``outputs``.
+    def leave(self) -> None:
+        """The call has run, and is about to return.
 
         Raises:
             EbbtideError: what another rank has published.
         """
-        return outputs
 
     def failed(self, error: BaseException) -> None:
         """The call raises ``error``: tell the others, if they do not know."""
@@ -164,7 +161,7 @@ class Member(Alone):
             EbbtideError: what another rank has published.
         """
         event = None
-        if exchanges_before_forward(wrapper, exchanged=self._number in self.group.exchanged):
+        if exchanges_before_forward(wrapper, exchanged=self.group.exchanged[self._number]):
             event = Event("forward" if torch.is_grad_enabled() else "buffers", self._number)
         self.group.begin(event)
         if exchanges_gradients(wrapper):
@@ -175,11 +172,10 @@ class Member(Alone):
         if self._first is not None:
             self._first.come(facts())
 
-    def leave(self, outputs: OutputsT) -> OutputsT:
+    def leave(self) -> None:
         """Raise what another rank has published while the forward ran."""
         if self.group.failing:
             self.group.raise_failure()
-        return outputs
 
     def failed(self, error: BaseException) -> None:
         """Say that this rank is refused, or fails."""

@@ -43,7 +43,7 @@ class Failure:
 
     @property
     def smallest_bytes(self) -> int:
-        """Of a refused budget, the least that is workable on that rank; 0 of anything else."""
+        """The least budget that is workable on that rank, where one was refused; 0 of anything else."""
         return int(self.facts.get("smallest_bytes") or 0) if self.kind == BudgetError.__name__ else 0
 
     def error(self, *, smallest_bytes: int = 0) -> EbbtideError:

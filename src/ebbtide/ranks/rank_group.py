@@ -17,6 +17,7 @@ import math
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ebbtide.errors import EbbtideError, RankError
 from ebbtide.ranks.journal import Event, Journal
 from ebbtide.ranks.messages import Failure
-from ebbtide.torch_seams.data_parallel import has_exchanged, stand_in_for_backward, stand_in_for_forward
+from ebbtide.torch_seams.data_parallel import exchanges_so_far, stand_in_for_backward, stand_in_for_forward
 from ebbtide.torch_seams.process_groups import (
     GroupStore,
     StoreGone,
@@ -109,13 +110,13 @@ class RankGroup:
         numbers: of all of them.
         wrappers: of this group, in the order of their first planned calls, which is that of all ranks.
         looked: when it was last seen what others have published.
-        exchanged: numbers of those of which a backward has exchanged gradients.
+        exchanged: how many backwards of each have exchanged gradients, by its number.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.failing = self.others_plan = False
         self.wrappers: list[weakref.ref[DistributedDataParallel]] = []
-        self.exchanged: set[int] = set()
+        self.exchanged = Counter[int]()
         self._group = group
         self.rank, self.numbers = ranks_in(group)
         self.number = self.numbers[self.rank]
@@ -153,8 +154,7 @@ class RankGroup:
         """The number of a wrapper, which has its first planned call."""
         self.wrappers.append(weakref.ref(wrapper))
         number = len(self.wrappers) - 1
-        if has_exchanged(wrapper):
-            self.exchanged.add(number)
+        self.exchanged[number] = exchanges_so_far(wrapper)
         return number
 
     # -- where a step meets the others ------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ class RankGroup:
                 if wrapper is not None and event.kind != "backward":
                     stand_in_for_forward(wrapper, gradients=event.kind == "forward")
                 elif wrapper is not None:
-                    stand_in_for_backward(wrapper, first=event.wrapper not in self.exchanged)
-                    self.exchanged.add(event.wrapper)
+                    stand_in_for_backward(wrapper, first=not self.exchanged[event.wrapper])
+                    self.exchanged[event.wrapper] += 1
                 self._journal.begin(event)
         except (RuntimeError, IndexError):  # others have ended, or wait no longer: nobody is left to stand in for
             pass

@@ -25,8 +25,8 @@ __all__ = [
     "bucket_bytes",
     "exchanges_before_forward",
     "exchanges_gradients",
+    "exchanges_so_far",
     "group_of",
-    "has_exchanged",
     "running_wrapper",
     "stand_in_for_backward",
     "stand_in_for_forward",
@@ -88,17 +88,19 @@ def exchanges_gradients(wrapper: DistributedDataParallel) -> bool:
     return torch.is_grad_enabled() and wrapper.require_backward_grad_sync
 
 
-def exchanges_before_forward(wrapper: DistributedDataParallel, *, exchanged: bool) -> bool:
+def exchanges_before_forward(wrapper: DistributedDataParallel, *, exchanged: int) -> bool:
     """Whether a forward that begins now exchanges something first: buffers, or once the order of buckets.
 
     Args:
         wrapper: it.
-        exchanged: whether a backward of it has exchanged gradients, of which the order comes.
+        exchanged: how many backwards of it have exchanged gradients. The order is theirs of the first, and with
+            ``static_graph`` of the second: the first only finds out which parameters are used.
     """
     if wrapper._check_sync_bufs_pre_fwd():
         return True
     has_order = wrapper.static_graph or not wrapper.find_unused_parameters
-    return exchanged and has_order and torch.is_grad_enabled() and not wrapper._has_rebuilt_buckets
+    has_order = has_order and exchanged > int(wrapper.static_graph)
+    return has_order and torch.is_grad_enabled() and not wrapper._has_rebuilt_buckets
 
 
 def stand_in_for_forward(wrapper: DistributedDataParallel, *, gradients: bool) -> None:
@@ -112,9 +114,12 @@ def stand_in_for_forward(wrapper: DistributedDataParallel, *, gradients: bool) -
         wrapper._pre_forward()
 
 
-def has_exchanged(wrapper: DistributedDataParallel) -> bool:
-    """Whether a backward of a wrapper with ``static_graph`` has exchanged gradients; of others it does not matter."""
-    return wrapper.static_graph and wrapper._static_graph_delay_allreduce_enqueued
+def exchanges_so_far(wrapper: DistributedDataParallel) -> int:
+    """How many backwards of ``wrapper`` have exchanged gradients, as far as it matters while its forward runs.
+
+    Once the order of buckets is exchanged it does not. Before, there was none yet, but for the first of static_graph.
+    """
+    return int(wrapper.static_graph and wrapper._static_graph_delay_allreduce_enqueued)
 
 
 def stand_in_for_backward(wrapper: DistributedDataParallel, *, first: bool) -> None:
@@ -133,7 +138,8 @@ def stand_in_for_backward(wrapper: DistributedDataParallel, *, first: bool) -> N
         wrapper._match_all_reduce_for_bwd_pass()
         if wrapper.find_unused_parameters and not wrapper.static_graph:
             _exchange_used(wrapper)
-        wrapper.reducer._push_all_rebuilt_params()
+        if not (wrapper.static_graph and first):
+            wrapper.reducer._push_all_rebuilt_params()
 
 
 def _exchange_used(wrapper: DistributedDataParallel) -> None:

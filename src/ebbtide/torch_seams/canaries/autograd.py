@@ -69,7 +69,7 @@ class _Asking(torch.autograd.Function):
 
 @canary
 def a_backward_knows_where_it_will_come() -> None:
-    """Of the nodes behind one that runs, it comes to those that gradients are asked of: of all, or of a few."""
+    """A node knows to which of those behind it a backward comes: to all, or to those that gradients are asked of."""
     leaf = torch.ones((), requires_grad=True)
     inner = torch.ones((), requires_grad=True) * 2
     output: Tensor = _Asking.apply(leaf, inner)  # type: ignore[assignment]

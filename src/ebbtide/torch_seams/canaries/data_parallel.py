@@ -43,14 +43,17 @@ def a_rank_may_stand_in_for_its_part() -> None:
     wrapper = object.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapper)
     wrapper.static_graph, wrapper.require_backward_grad_sync = False, True
-    expect(not data_parallel.has_exchanged(wrapper), "a wrapper without static_graph is asked for what it has not")
+    expect(data_parallel.exchanges_so_far(wrapper) == 0, "a wrapper without static_graph is asked for what it has not")
     expect(data_parallel.exchanges_gradients(wrapper), "a wrapper outside of no_sync does not exchange gradients")
     with torch.no_grad():
         expect(not data_parallel.exchanges_gradients(wrapper), "a forward without gradients exchanges some")
     wrapper.require_forward_param_sync, wrapper.forward_sync_buffers, wrapper.modules_buffers = True, True, []
     wrapper.find_unused_parameters = wrapper._has_rebuilt_buckets = False
     before = data_parallel.exchanges_before_forward
-    expect(before(wrapper, exchanged=True), "the order of buckets is not exchanged before a forward")
-    expect(not before(wrapper, exchanged=False), "an order of buckets is exchanged before there is one")
+    expect(before(wrapper, exchanged=1), "the order of buckets is not exchanged before a forward")
+    expect(not before(wrapper, exchanged=0), "an order of buckets is exchanged before there is one")
+    wrapper.static_graph = True
+    expect(before(wrapper, exchanged=2), "the order of buckets is not exchanged with static_graph")
+    expect(not before(wrapper, exchanged=1), "the first backward of static_graph is to find an order of buckets")
     wrapper.modules_buffers = [torch.zeros(1)]
-    expect(before(wrapper, exchanged=False), "buffers are not exchanged before a forward")
+    expect(before(wrapper, exchanged=0), "buffers are not exchanged before a forward")
