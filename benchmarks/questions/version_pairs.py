@@ -38,6 +38,7 @@ PAIRS = {"executor": 9, "planner": 5}
 TURNS = {"executor": 11, "planner": 3}
 TURN_SECONDS = 0.1
 WARM_UP = 8  # steps: proof, measurement, and until what is learned of user code is known
+STEADY, WARM_UP_SECONDS = 101, 3.0  # the first hundred are recorded more often, and left out where they take no longer
 SHARES = (0.6, 0.4, 0.2)  # of the way from the smallest to the unplanned peak
 MACHINE = "v100-16gb"
 
@@ -182,6 +183,11 @@ def _steps(library: Any, subject: Any) -> Callable[[], dict[str, Any]]:
         return (time.process_time() - begin) / count
 
     steps(WARM_UP)
+    begin = time.process_time()
+    for _ in range(STEADY - WARM_UP):
+        if time.process_time() - begin > WARM_UP_SECONDS:
+            break
+        steps(1)
     count = max(1, round(TURN_SECONDS / max(steps(1), 1e-4)))
     return lambda: {"seconds": steps(count)}
 
