@@ -247,6 +247,7 @@ def test_a_graph_file_has_no_use_for_an_optimizer(tmp_path: Path) -> None:
         assert option in result.stderr
 
 
+@pytest.mark.long
 def test_max_batch_and_compare_take_them_too(cases: Path) -> None:
     common = ["--optimizer", "adam", "--seed", 1, "--effort", 5, "--time-limit", 60]
     found = as_json("max-batch", f"{cases}:with_adam", "--budget", "1MiB", "--planner", "keep_all", *common)

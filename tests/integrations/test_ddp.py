@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "unused, outputs": {"find_unused_parameters": True},
     "static, outputs": {"static_graph": True},
 }
-SAMPLE = ("plain", "accumulated views", "unused, outputs", "fitted late")
+SAMPLE = ("plain", "accumulated views", "fitted late")
 STEPS, PARTS = 4, 2
 
 
