@@ -153,6 +153,8 @@ class Budget:
     share: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.bytes, str) or isinstance(self.share, str):  # which no annotation keeps anybody from
+            raise _refusal("a text is read by ebbtide.Budget.parse", self.bytes or self.share)
         if (self.bytes is None) == (self.share is None):
             raise _refusal("a budget is either bytes or a share", (self.bytes, self.share))
         if self.bytes is not None and self.bytes <= 0:

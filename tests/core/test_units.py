@@ -107,6 +107,12 @@ def test_what_is_no_budget_is_refused_with_the_accepted_forms(value: Any) -> Non
         Budget.parse(value)
 
 
+def test_a_text_is_no_number_of_bytes() -> None:
+    for wrong in ({"bytes": "12GiB"}, {"share": "50%"}):
+        with pytest.raises(UsageError, match=r"ebbtide\.Budget\.parse"):
+            Budget(**wrong)  # type: ignore[arg-type]
+
+
 def test_a_budget_is_bytes_or_a_share() -> None:
     with pytest.raises(UsageError, match="either bytes or a share"):
         Budget()

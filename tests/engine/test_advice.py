@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from asserting import number, wordless
 from ebbtide.capture import known_breaks, known_libraries
-from ebbtide.errors import BudgetError, CaptureError, EbbtideError
+from ebbtide.errors import BudgetError, CaptureError, EbbtideError, UsageError
 from ebbtide.optimizer.cost.step_end import end_of
 from ebbtide.optimizer.in_step.coupling import may_step_inside
 from ebbtide.units import format_bytes
@@ -602,3 +602,8 @@ def _messages() -> Iterator[Any]:
 @pytest.mark.parametrize("message", list(_messages()))
 def test_what_is_raised_anywhere_is_short(message: str) -> None:
     assert len(message.split()) <= MOST_WORDS
+
+
+def test_a_call_without_its_arguments_is_refused_before_anything_is_captured() -> None:
+    with pytest.raises(UsageError, match=r"args=\(x,\): missing a required"):
+        ebbtide.plan(tower(), budget="50%")

@@ -8,14 +8,22 @@ import pytest
 
 from ebbtide.errors import BudgetError
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.planning.step_end import INSIDE, LOSS_TO_COME, NOTHING_AFTER, StepEnd
 from ebbtide.step.provenance import LossPlace, Provenance
-from ebbtide.units import Budget
+from ebbtide.units import Budget, format_bytes
 from strategies import chain
 
 PROGRAM = chain(6, activation_bytes=1000, gradient_bytes=100)
 
 
-def refusal(budget: int, *, resident: int = 0, reserve: int = 0, options: PlanningOptions | None = None) -> str:
+def refusal(
+    budget: int,
+    *,
+    resident: int = 0,
+    reserve: int = 0,
+    options: PlanningOptions | None = None,
+    end: StepEnd = NOTHING_AFTER,
+) -> str:
     """What is said of a budget of so many bytes."""
     with pytest.raises(BudgetError) as raised:
         make_plan(
@@ -23,6 +31,7 @@ def refusal(budget: int, *, resident: int = 0, reserve: int = 0, options: Planni
             Budget(bytes=budget),
             resident_bytes=resident,
             reserve_bytes=reserve,
+            end=end,
             options=options or PlanningOptions(),
         )
     return str(raised.value)
@@ -58,6 +67,21 @@ def test_a_loss_outside_that_nobody_measured_comes_on_top() -> None:
         "Ask for at least 9500 bytes (9.28 KiB), plus what the loss outside takes, which the first step measures, or "
         "return the loss from forward, or give the step smaller inputs.\n"
     )
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_what_takes_less_after_the_backward_is_advised_where_the_rest_has_room(outside: bool) -> None:
+    end = StepEnd(
+        3000, what="tensors of SGD", remedies=("make it otherwise", f"have it step in the backward ({INSIDE})")
+    )
+    needed = end.needed_bytes(PROGRAM, 5000)
+    loss = LossPlace.OUTSIDE if outside else None
+    options = PlanningOptions(provenance=Provenance(loss=loss), takes_shares=False)
+    said = {budget: refusal(budget, resident=5000, end=end, options=options) for budget in (needed - 1, needed - 3001)}
+    asked = f"Ask for at least {needed} bytes ({format_bytes(needed)}){LOSS_TO_COME if outside else ''}, or "
+    for budget, text in said.items():
+        others = "make it otherwise, or " if budget >= needed - 3000 else ""
+        assert text.startswith(f"{asked}{others}have it step in the backward")
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -263,7 +263,7 @@ def capture_ahead(
     options = options or Options()
     require_module(model, "plan")
     options.require_complete()
-    require_call(args, kwargs)
+    require_call(model, args, kwargs)
     refuse_to_plan(model, (args, kwargs))
     target, progress, optimizer = options.target, options.tell, options.optimizer_of(model)
     if options.offload_optimizer:

@@ -16,6 +16,7 @@ A step is planned for one device that holds the whole model. So these are refuse
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast
@@ -60,8 +61,8 @@ def require_module(value: object, caller: str) -> None:
     raise UsageError(f"{caller} takes a torch.nn.Module, {hint}", argument="model", value=cast("object", value))
 
 
-def require_call(args: object, kwargs: object) -> None:
-    """Refuse what are no arguments of a call.
+def require_call(model: torch.nn.Module, args: object, kwargs: object) -> None:
+    """Refuse what are no arguments of a call of ``model``.
 
     Raises:
         UsageError: saying what is taken.
@@ -79,6 +80,24 @@ def require_call(args: object, kwargs: object) -> None:
             argument="kwargs",
             value=kwargs,
         )
+    if not args and not kwargs:
+        _require_nothing_more(model)
+
+
+def _require_nothing_more(model: torch.nn.Module) -> None:
+    """Refuse a ``model`` whose forward takes arguments, where none was given."""
+    try:
+        takes = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of a callable that does not tell
+        return
+    try:
+        takes.bind()
+    except TypeError as error:
+        raise UsageError(
+            f"args and kwargs take what one training call of {type(model).__name__} is given, as args=(x,): {error}",
+            argument="args",
+            value=(),
+        ) from None
 
 
 def refuse_to_fit(model: torch.nn.Module) -> None:

@@ -121,7 +121,7 @@ def verify(
         PlanMismatch: if the plan is of another program.
     """
     require_module(model, "verify")
-    require_call(args, kwargs)
+    require_call(model, args, kwargs)
     asked = options_of("verify", options)
     if not isinstance(plan, Plan):
         raise UsageError(

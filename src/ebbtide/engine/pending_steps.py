@@ -370,9 +370,9 @@ def learn_retained(pending: PendingStep, *, again: bool) -> None:
     )
     if total > plan.budget_bytes:
         warnings.warn(
-            f"this backward retains its graph (retain_graph=True), so what was saved for it stays: this step may take "
-            f"{format_bytes(total)}, over its budget of {format_allowed(plan.budget_bytes)}; from the next step on "
-            "that is planned for, if there is room",
+            "this backward retains its graph (retain_graph or create_graph), so what was saved for it stays: this step "
+            f"may take {format_bytes(total)}, over its budget of {format_allowed(plan.budget_bytes)}; from the next "
+            "step on that is planned for, if there is room",
             stacklevel=users_level(),
         )
 

@@ -19,7 +19,7 @@ from ebbtide.planners.search.smallest import smallest_of
 from ebbtide.planning.alternatives import Alternatives, Hints, best_of
 from ebbtide.planning.cache import CachedAnswer, PlanCache
 from ebbtide.planning.shape_plans import Buckets
-from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
+from ebbtide.planning.step_end import LOSS_TO_COME, NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
 from ebbtide.report.plan import Plan
 from ebbtide.step.legality import check
 from ebbtide.step.machine import Link, Machine, catalogue
@@ -411,7 +411,13 @@ def _end_error(
         resident_parts=options.resident_parts,
         takes_shares=options.takes_shares,
         takes_inside=options.takes_inside,
+        loss_unmeasured=_is_unmeasured(program, options),
     )
+
+
+def _is_unmeasured(program: Program, options: PlanningOptions) -> bool:
+    """Whether the loss is computed outside of the model, and what that takes is not known."""
+    return options.provenance.loss is LossPlace.OUTSIDE and not program.between_bytes
 
 
 def _budget_error(
@@ -430,7 +436,7 @@ def _budget_error(
 ) -> BudgetError:
     pin = str(program.ops[floor_op]) if 0 <= floor_op < len(program.ops) else "what is resident"
     kept = ", which keeps what the model's checkpoints drop" if "checkpoints" in program.context else ""
-    unmeasured = options.provenance.loss is LossPlace.OUTSIDE and not program.between_bytes
+    unmeasured = _is_unmeasured(program, options)
     if budget >= smallest:
         reason = f"planner {options.planner!r} found no schedule within the budget, which another one finds"
         remedy = "use planner='auto'"
@@ -441,7 +447,7 @@ def _budget_error(
         reason = f"{found}{_if_a_share_is_meant(budget)}"
         remedy = (
             f"ask for {budget_to_ask_for(smallest, unplanned, takes_shares=options.takes_shares)}"
-            + (", plus what the loss outside takes, which the first step measures" if unmeasured else "")
+            + (LOSS_TO_COME if unmeasured else "")
             + f", or {_less_besides(program, budget, options, loss_outside=unmeasured)}"
             + ("" if options.machine is None else _machines_for(smallest, options.machine))
         )

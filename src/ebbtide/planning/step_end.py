@@ -25,6 +25,7 @@ from ebbtide.units import Budget, format_bytes, format_share
 
 __all__ = [
     "INSIDE",
+    "LOSS_TO_COME",
     "NOTHING_AFTER",
     "SCALARS_BYTES",
     "StepEnd",
@@ -93,17 +94,22 @@ class StepEnd:
         resident_parts: Mapping[str, int],
         takes_shares: bool = True,
         takes_inside: Callable[[], bool] = lambda: True,
+        loss_unmeasured: bool = False,
     ) -> BudgetError:
-        """Why ``budget_bytes`` are too few for a step's end, which needs more than its plan."""
+        """Why ``budget_bytes`` are too few for a step's end, which needs more than its plan.
+
+        Remedies that take less there are advised where the budget holds what is alive besides. An optimizer that steps
+        in the backward also leaves fewer gradients.
+        """
         needed = self.needed_bytes(program, resident_bytes)
         unplanned = self.unplanned_bytes(program, resident_bytes)
         when = "before the planned forward" if self.before else "after the planned backward"
-        instead = [each for each in self.remedies if INSIDE not in each or takes_inside()]
+        others_help = budget_bytes >= needed - self.bytes
+        instead = [each for each in self.remedies if (takes_inside() if INSIDE in each else others_help)]
+        asked = budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)
         return refused_budget(
             f"{self.what} take too much {when}, whatever the plan",
-            remedy=", or ".join(
-                [f"ask for {budget_to_ask_for(needed, unplanned, takes_shares=takes_shares)}", *instead]
-            ),
+            remedy=", or ".join([f"ask for {asked}{LOSS_TO_COME if loss_unmeasured else ''}", *instead]),
             budget_bytes=budget_bytes,
             floor_bytes=needed,
             smallest_bytes=needed,
@@ -118,6 +124,8 @@ class StepEnd:
 
 
 NOTHING_AFTER = StepEnd(0)
+LOSS_TO_COME = ", plus what the loss outside takes, which the first step measures"
+"""After a budget to ask for, where the loss is computed outside of the model and no step has run."""
 INSIDE = 'step="inside"'
 """In a remedy that has the optimizer step in the backward."""
 SCALARS_BYTES = 64
