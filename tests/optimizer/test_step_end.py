@@ -87,18 +87,26 @@ def test_the_whole_step_is_within_the_smallest_budget(name: str, micro: int) -> 
 def test_what_pins_such_a_budget_is_named_with_what_would_help() -> None:
     model, x = wide()
     optimizer = MAKE["adamw at once"](model.parameters())
+    options = ebbtide.Options(optimizer=optimizer, progress=None)
+
+    def refused(budget: int) -> BudgetError:
+        with pytest.raises(BudgetError, match="the tensors that AdamW makes while it steps") as raised:
+            ebbtide.plan(model, (x,), budget=budget, options=options)
+        return raised.value
+
     needed: list[int] = []
     for foreach in (True, False):
         optimizer.param_groups[0]["foreach"] = foreach
-        with pytest.raises(BudgetError, match="the tensors that AdamW makes while it steps") as refused:
-            ebbtide.plan(model, (x,), budget="1MiB", options=ebbtide.Options(optimizer=optimizer, progress=None))
-        assert ("foreach=False" in str(refused.value)) == foreach
-        assert "fused=True" in str(refused.value)
-        assert refused.value.smallest_bytes is not None
-        needed.append(refused.value.smallest_bytes)
+        far = refused(2**20)
+        assert "foreach" not in str(far)  # which would not do by itself
+        assert far.smallest_bytes is not None
+        near = str(refused(far.smallest_bytes - 1))
+        assert ("foreach=False" in near) == foreach
+        assert "fused=True" in near
+        needed.append(far.smallest_bytes)
     weights = sum(each.nbytes for each in model.parameters())
     assert needed[0] - needed[1] > weights / 2
-    plan = ebbtide.plan(model, (x,), budget=needed[1], options=ebbtide.Options(optimizer=optimizer, progress=None))
+    plan = ebbtide.plan(model, (x,), budget=needed[1], options=options)
     assert "what optimizer.step() takes while it runs" in str(plan)
     assert "not what optimizer.step()" not in str(plan)
 
