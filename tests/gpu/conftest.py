@@ -35,6 +35,6 @@ def _alone(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     exact = request.node.path.stem in EXACT
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{exact}")
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{exact}")
     yield
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

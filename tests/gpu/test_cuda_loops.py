@@ -330,14 +330,14 @@ def test_a_step_fits_in_a_card_of_its_budget(tiers: str | None) -> None:
     assert plan is not None
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.set_per_process_memory_fraction(1.05 * plan.budget_bytes / total)
     try:
         found = train(wide, optimizer)
         held = torch.cuda.max_memory_reserved()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     assert max(found.peaks) <= plan.budget_bytes
     assert held <= 1.05 * plan.budget_bytes + 32 * MIB
 

@@ -29,7 +29,8 @@ class _BothWays(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
-        return _products(ctx.one)
+        # A kernel first: cuBLAS warns on a thread of which CUDA knows nothing yet, and autograd's may be such a one.
+        return _products(ctx.one.clone())
 
 
 def _products(one: torch.Tensor) -> torch.Tensor:
