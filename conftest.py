@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from ebbtide.cost.profile import Cost
 from ebbtide.cost.roofline import roofline_seconds
 from ebbtide.planners.search import smallest
 from ebbtide.planning import cache as plan_cache
+from ebbtide.planning.beside import Search
 from ebbtide.step.machine import machine_named
 
 # A shared machine makes any deadline a coin toss. Continuous integration draws the same examples every time, so
@@ -56,6 +57,15 @@ def short_descents() -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(smallest, "FIRST_EFFORT", 500)
         yield moves
+
+
+@pytest.fixture(scope="session", autouse=True)
+def searches_beside() -> Iterator[Callable[..., Search | None]]:
+    """No test but those of it searches beside training; gives what begins a search."""
+    begin = Search.begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "begin", staticmethod(lambda *_: None))
+        yield begin
 
 
 _seconds_are_measured = False

@@ -46,6 +46,7 @@ class Selection:
 
 SELECTION = (
     Selection("structure", ("imports", "captures"), 0.5, resumes=False),
+    Selection("first_call", ("starts:readme",), 0.8),
     Selection("path", ("bits:mlp_chain", "frontier:chain-64", "bound", "hard_limit"), 9.0),
     Selection("peers", ("chain-64",), 4.0),
     Selection("models", ("known:", "zoo:gpt 1", "zoo:vgg16 1", "keep_all:hf_llama", "random:70-79"), 6.5),
@@ -58,7 +59,7 @@ SELECTION = (
     Selection("checkmate", ("max_batch:unet", "max_batch:vgg19", "max_batch:fcn8"), 1.5),
     Selection("echo", ("decisions:two", "decisions:broadcast", "sockeye:groundhog", "networks:transformer"), 2.5),
     Selection("swap_tf", ("m3:4 layers", "real:dcgan"), 2.5),
-    Selection("libra", ("steps:llama_small", "batch:gpt2_small", "real:llama_small"), 3.0),
+    Selection("libra", ("steps:llama_small", "real:llama_small"), 2.0),
     Selection("published", ("vgg16", "unet"), 3.5),
     Selection("floors", ("sizes:float32, 1 threads",), 4.0),
     Selection("hybrid_bound", ("lane_gap:0-49", "lane_violations:165-179"), 2.0),

@@ -92,14 +92,18 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Generator[None]:
+def locked(path: Path, most_seconds: float = _LOCK_SECONDS) -> Generator[None]:
     """While open, no other process is in here with the same ``path``, whose folder is made if need be.
+
+    Args:
+        path: of a file that is there for nothing else.
+        most_seconds: to wait for others; less than 0 is forever.
 
     Raises:
         OSError: if that cannot be.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path, timeout=_LOCK_SECONDS)
+    lock = filelock.FileLock(path, timeout=most_seconds)
     try:
         lock.acquire()
     except (filelock.Timeout, NotImplementedError) as error:

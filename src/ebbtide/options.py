@@ -214,6 +214,12 @@ class Options:
     is refused with the least one that would do. ``"raise"``: :class:`ebbtide.errors.BudgetExceeded` when the backward
     of that step has returned. On a CUDA device every step is judged by the allocator's peak; on CPU, where a record
     costs as much as a small step, steps 1, 2, 4, 8, ... and every hundredth of each shape are."""
+    refine: bool = field(default=True, metadata={"check": flag})
+    """Whether :func:`fit` begins with a plan that is found quickly, and looks for a better one beside training.
+
+    With planner ``"auto"``. A process of the lowest priority searches, and what it finds takes the place of the first
+    plan between two steps, with the same bits. ``False``: the first step waits for the full search, as plans that are
+    made ahead of time do, and those of several ranks."""
     interrupt: Interrupt | None = field(default=None, metadata={"check": _interrupt})
     """Set from elsewhere to end planning with the best plan so far."""
     progress: Callable[[Progress], None] | None = field(default=aloud, metadata={"check": _progress})

@@ -43,6 +43,7 @@ from ebbtide.optimizer.offload.optimizer_offload import offload_of
 from ebbtide.options import Options
 from ebbtide.planners import Progress, planner_named
 from ebbtide.planners.narration import aloud
+from ebbtide.planners.search.compile_beside import begin_compiling
 from ebbtide.planning.cache import PlanCache
 from ebbtide.planning.pipeline import PlanningOptions
 from ebbtide.planning.shape_plans import Buckets
@@ -127,6 +128,7 @@ def fit(
     model.__class__ = fitted_class(type(model))  # pyright: ignore[reportAttributeAccessIssue]
     watch_optimizers(watched_of_fitted)
     watch_batches(watched_of_fitted)
+    begin_compiling()
     say_alive(torch.device(device_of([model])))
     return model
 
@@ -174,6 +176,7 @@ def _known_of(
     planning = replace(
         PlanningOptions.of(options),
         cache=PlanCache(),
+        quick=options.refine,
         buckets=Buckets(),
         machine=_machine_at_hand(model, tiers) if planned_here else None,
         tiers=tuple(tiers) if planned_here else (),
@@ -333,6 +336,7 @@ def unfit(model: ModelT) -> ModelT:
     fitted.pending.disturb()
     fitted.judge.end()
     fitted.gradient_watcher.end()
+    fitted.refinements.end()
     if type(model).__dict__.get("_ebbtide_plain") is fitted.plain_class:  # not one that it was given since
         model.__class__ = fitted.plain_class  # pyright: ignore[reportAttributeAccessIssue]
     fitted.optimizers.close()

@@ -6,7 +6,8 @@ The way of a call:
 - ``loop``: look, capture, plan, lower, prove, run, from top to bottom; ``attempts``: why a call goes round once more.
 - ``call_context``: what surrounds a call; ``key``: what tells one call's step from another's.
 - ``validity``: what a plan rests on, what a call asks of it (``demands``), and the first thing in which they differ.
-- ``plans``: the plan for a call; ``given``: one that the user gave; ``retained``: room for graphs that are retained;
+- ``plans``: the plan for a call; ``refinement``: a better one that is looked for beside training;
+  ``given``: one that the user gave; ``retained``: room for graphs that are retained;
   ``reserve``: what a budget keeps free; ``resident_by_kind``: what is resident, for refusals and plans.
 - ``executor``: what AOTAutograd calls to run a forward and its backward.
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.calls import NOTHING_TO_TRAIN
 from ebbtide.engine.clearing import clearing_of
 from ebbtide.engine.compiled import Call, StaleCapture
+from ebbtide.engine.configuration import Configuration
 from ebbtide.engine.demands import demand_of
 from ebbtide.engine.derivatives import refuse_transforms
 from ebbtide.engine.executable import Executable
@@ -47,6 +50,7 @@ from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
 from ebbtide.engine.pending_steps import Holdings, Meets, Overlap, PendingStep, learn_overlap, returned_tensors
 from ebbtide.engine.plans import PlanTask, plan_for, warn_of_forward
+from ebbtide.engine.refinement import Wanted, alike
 from ebbtide.engine.sharded import refuse_newly_sharded
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
@@ -62,7 +66,10 @@ from ebbtide.measurement.step_record import give_way
 from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
-from ebbtide.ranks.member import member_of
+from ebbtide.planners.search.compile_beside import wait_for_compiled
+from ebbtide.planning.pipeline import Made
+from ebbtide.planning.step_end import most_of
+from ebbtide.ranks.member import ALONE, member_of
 from ebbtide.rewrites.choices import may_be_rewritten
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
@@ -182,6 +189,7 @@ def _prepare(model: FittedModel, call: Call) -> None:
     note_planned_again()
     collect_after_failed_captures()
     model.judge.call_begins()
+    model.refinements.look(model.request.number)
     if model.gradient_watcher.watches:
         model.gradient_watcher.call_begins(parameters_in(call.module), first=not model.calls.planned)
 
@@ -277,9 +285,10 @@ def _make(
             in_backward.bind(call.module)
             captured = in_backward.with_norms(captured)
         attempts.profiling = _profiling_budget(model, step, call, now, attempts.refused)
+        wait_for_compiled()
         with profiling_within(attempts.profiling), own_faults():
             program = _cost(model, captured if in_backward is None else in_backward.with_updates(captured), now)
-            demand = _demand(model, step, now)
+            demand, made = _demand(model, step, now), Made()
             plan, tentative, cleared_bytes = plan_for(
                 PlanTask(
                     step=step,
@@ -288,7 +297,7 @@ def _make(
                     now=now,
                     demand=demand,
                     arguments=(call.args, call.kwargs),
-                    configuration=model.configuration,
+                    configuration=_configuration(model, call, made),
                     request=request,
                     windows=model.learned.windows,
                     optimizers=model.optimizers,
@@ -310,8 +319,32 @@ def _make(
             layouts=demand.layouts,
             cleared_bytes=cleared_bytes,
         )
+        begin = time.perf_counter()
+        lower = functools.partial(step.executable_for, captured, validity=validity, in_backward=in_backward)
         with own_faults():
-            return now, step.executable_for(captured, plan, validity, in_backward=in_backward)
+            executable = lower(plan)
+        if not tentative:
+            model.refinements.want(
+                Wanted(
+                    step=step,
+                    plan=plan,
+                    others=alike(plan, made.plans),
+                    choose=made.choose,
+                    end=most_of(demand.ends, plan.program),
+                    options=model.configuration.planning,
+                    lower=lower,
+                    lower_seconds=time.perf_counter() - begin,
+                    request=request.number,
+                )
+            )
+        return now, executable
+
+
+def _configuration(model: FittedModel, call: Call, made: Made) -> Configuration:
+    """How ``call`` is planned: in full on several ranks, of which none is to change its plan while others wait."""
+    planning = model.configuration.planning
+    planning = replace(planning, quick=planning.quick and call.ranks is ALONE, made=made)
+    return replace(model.configuration, planning=planning)
 
 
 def _why(model: FittedModel, step: Step, call: Call, now: CallContext) -> str:

@@ -5,6 +5,7 @@
 - what its runs have *learned* of the code around them is written when a step ends (``learned``), by its *judge*
   (``judging``);
 - its *optimizers* are written by those who tell of one and by hooks at their steps (``optimizer_link``);
+- its *refinements* are better plans that are looked for beside training (``refinement``);
 - its *pending steps* are forwards whose backward has not come (``pending_steps``).
 
 Functions take the part that they need. Only the loop (``loop``) sees the whole.
@@ -28,6 +29,7 @@ from ebbtide.engine.key import Code
 from ebbtide.engine.learned import Learned
 from ebbtide.engine.optimizer_link import OptimizerLink
 from ebbtide.engine.pending_steps import PendingSteps
+from ebbtide.engine.refinement import Refinements
 from ebbtide.engine.step import Step
 from ebbtide.report.plan import Plan
 from ebbtide.units import Budget
@@ -54,6 +56,7 @@ class FittedModel:
         pending: forwards whose backward has not come.
         gradient_watcher: of gradients at its parameters.
         code: the functions of its classes.
+        refinements: better plans that are looked for beside training.
         last: the step that ran last.
     """
 
@@ -69,6 +72,7 @@ class FittedModel:
     pending: PendingSteps = field(init=False)
     gradient_watcher: GradientWatcher = field(default_factory=GradientWatcher)
     code: Code = field(default_factory=Code)
+    refinements: Refinements = field(default_factory=Refinements)
     last: Step | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +101,7 @@ class FittedModel:
         """Also plans that another thread is making do not hold: they are of what was asked for before."""
         self.request = request
         self.steps.forget_plans()
+        self.refinements.end()
 
     def observe(self, call: Call) -> CallContext:
         """What surrounds ``call``."""

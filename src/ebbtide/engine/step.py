@@ -213,6 +213,12 @@ class Step:
         self._executables.append(executable)
         del self._executables[:-_MOST_EXECUTABLES]
 
+    def offer(self, executable: Executable) -> None:
+        """Have a plan at hand that has not run: the next call takes it if it is the best that holds."""
+        same = (executable.code, executable.validity)
+        others = [each for each in self._executables if (each.code, each.validity) != same]
+        self._executables = [executable, *others][:_MOST_EXECUTABLES]
+
     def forget_plans(self) -> None:
         """Plan anew at the next call: what was asked for has changed."""
         self._executables.clear()

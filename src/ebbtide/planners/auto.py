@@ -31,6 +31,7 @@ from ebbtide.planners.reductions.coarse_starts import coarse_starts
 from ebbtide.planners.reductions.proxy import Proxy, proxy_of
 from ebbtide.planners.reductions.starts import linear_start, start_from_proxy, start_quickly
 from ebbtide.planners.registry import planner
+from ebbtide.planners.search import smallest as smallest_search
 from ebbtide.planners.search.exact import start_from_model
 from ebbtide.planners.search.greedy import PROVEN, Incumbent, checked, seeds_of, start_from
 from ebbtide.planners.search.interval_state import reruns_of
@@ -163,7 +164,9 @@ def _start_if_promising(incumbent: Incumbent, reruns: list[tuple[int, int]]) -> 
 def _from_smallest(incumbent: Incumbent) -> None:
     """Start from the schedule of least memory: where it fits, no budget is called infeasible."""
     incumbent.tell("looking for the smallest workable budget")
-    smallest, schedule = smallest_of(incumbent.problem.program, interrupt=incumbent.problem.interrupt)
+    problem = incumbent.problem
+    effort = min(smallest_search.FIRST_EFFORT, problem.effort)
+    smallest, schedule = smallest_of(problem.program, effort, problem.interrupt)
     if smallest <= incumbent.problem.above_budget_bytes:
         _start_if_promising(incumbent, reruns_of(incumbent.problem.program, schedule) or [])
 

@@ -34,7 +34,7 @@ from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of"]
+__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "plan_of"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
@@ -140,14 +140,20 @@ class Alternatives(Iterable[Alternative]):
     Args:
         make: the first ones (definition 5).
         make_further: the further ones.
+        named: the one of given rewrites, if there is such a one.
+        among: says which there are.
     """
 
     def __init__(
         self,
         make: Callable[[], Iterable[Alternative]] = tuple,
         make_further: Callable[[], Iterable[Alternative]] = tuple,
+        named: Callable[[tuple[Rewrite, ...]], Alternative | None] = lambda _: None,
+        among: str = "",
     ) -> None:
         self._make, self._make_further = make, make_further
+        self.named, self.among = named, among
+        self.all_known = True  # no alternative was left out since nobody knows whether its facts hold
 
     @cached_property
     def first(self) -> list[Alternative]:
@@ -163,6 +169,26 @@ class Alternatives(Iterable[Alternative]):
         """The further ones are not made before they are asked for."""
         yield from self.first
         yield from self.further
+
+
+def plan_of(
+    program: Program,
+    alternatives: Alternatives,
+    rewrites: tuple[Rewrite, ...],
+    plan_one: Callable[[Program, Rewritten | None], Plan],
+) -> Plan | None:
+    """The plan by ``rewrites``, which are known to have given the best; ``None`` where there is none.
+
+    Args:
+        program: as captured, with costs.
+        alternatives: of it.
+        rewrites: none are the captured program.
+        plan_one: plans one program; raises ``BudgetError``.
+    """
+    captured = Alternative((), lambda: program, lambda: Costed((), program), free=True)
+    each = alternatives.named(rewrites) if rewrites else captured
+    tries = _Tries(program, plan_one)
+    return tries.best if each is not None and tries.plan(each) else None
 
 
 def best_of(
@@ -196,6 +222,7 @@ def best_of(
         search.consider(lambda: alternatives.further, None)
     if tries.best is None:
         _try_the_smallest([captured, *alternatives], tries)
+    alternatives.all_known = tries.all_known
     if tries.best is not None:
         return tries.best
     if captured.rewrites not in tries.tried:
@@ -305,13 +332,17 @@ class _Tries:
         self.best: Plan | None = None
         self.refusals: list[BudgetError] = []
         self.tried: set[tuple[Rewrite, ...]] = set()
+        self.all_known = True
         self._plan_one = plan_one
         self._programs: list[Program] = []
         self._captured = (program.seconds, unplanned_bytes(program))
 
     def plan(self, each: Alternative) -> bool:
         """Whether there is a plan of it; the best one so far is kept."""
-        if (costed := each.costed()) is None or costed.rewrites in self.tried:
+        if (costed := each.costed()) is None:
+            self.all_known = self.all_known and not each.unknown()
+            return False
+        if costed.rewrites in self.tried:
             return False
         self.tried.add(costed.rewrites)
         rewritten = Rewritten(costed.rewrites, *self._captured) if costed.rewrites else None

@@ -6,7 +6,8 @@ Definitions:
 2. An *entry* is one answer, in a file named by structure and by a digest of all that the answer depends on: program,
    costs, budget, planner, effort, seed and this package's version. It holds what was digested, and is not trusted
    where that differs; its schedule is judged anew by whoever takes it.
-3. Entries are JSON, written atomically; beyond :data:`MOST_BYTES` those that were used longest ago go.
+3. A *choice* says by which rewrites the best plan of a captured program came about, so that no other is looked at.
+4. Entries are JSON, written atomically; beyond :data:`MOST_BYTES` those that were used longest ago go.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,13 +26,15 @@ from ebbtide.files import cache_directory, keep, read_record
 from ebbtide.planners.base import Answer, Problem, Status
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Provenance
+from ebbtide.step.rewrite import Rewrite
 from ebbtide.step.schedule import Schedule
 
 __all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_of", "structure_of"]
 
 MOST_BYTES = 256 * 2**20
 NEAR = 2  # start points taken from each side of a budget
-_SCHEMA = "ebbtide-plans/2"
+_SCHEMA = "ebbtide-plans/3"
+_CHOICES_SCHEMA, _CHOICE = "ebbtide-choices/1", "choice-"
 _KEPT = (Status.OPTIMAL, Status.FEASIBLE)  # what a clock or an interrupt ended is not worth keeping
 
 
@@ -41,11 +44,41 @@ class CachedAnswer:
 
     Attributes:
         answer: as the planner gave it.
-        smallest_above_bytes: the least peak above the start for which a schedule was found.
+        smallest_above_bytes: the least peak above the start for which a schedule was found; ``None`` if nobody looked.
     """
 
     answer: Answer
-    smallest_above_bytes: int
+    smallest_above_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the answer has to have a schedule."""
+        assert self.answer.schedule is not None
+        return {
+            "status": self.answer.status.name,
+            "bound": self.answer.bound,
+            "bound_class": self.answer.bound_class,
+            "notes": self.answer.notes,
+            "smallest_above_bytes": self.smallest_above_bytes,
+            "schedule": self.answer.schedule.to_json(),
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> CachedAnswer:
+        """What :meth:`to_json` wrote; where that is damaged, this raises what comes of it."""
+        notes = {str(k): str(v) for k, v in data["notes"].items()}
+        if Provenance.from_dict(notes).notes != notes:
+            raise ValueError("a planner's notes say what is not the planner's to say")
+        answer = Answer(
+            Status[data["status"]],
+            Schedule.from_json(data["schedule"]),
+            bound=None if data["bound"] is None else _finite(data["bound"]),
+            bound_class=str(data["bound_class"]),
+            notes=notes,
+        )
+        smallest = None if data["smallest_above_bytes"] is None else int(data["smallest_above_bytes"])
+        if answer.status not in _KEPT or min(smallest or 0, answer.bound or 0.0) < 0:
+            raise ValueError("no such answer is kept")
+        return CachedAnswer(answer, smallest)
 
 
 class PlanCache:
@@ -64,7 +97,7 @@ class PlanCache:
         """The answer that ``planner`` gave to this very problem, or ``None``. What is damaged counts as absent."""
         key = _key(planner, problem)
         path = self._path(problem.program, key)
-        found = read_record(path, _SCHEMA, lambda data: _answer(data) if data["key"] == key else None)
+        found = read_record(path, _SCHEMA, lambda data: CachedAnswer.from_json(data) if data["key"] == key else None)
         if found is None:
             return None
         with contextlib.suppress(OSError):
@@ -93,18 +126,36 @@ class PlanCache:
             "schema": _SCHEMA,
             "key": key,
             "share": share_of(problem.program, problem.above_budget_bytes),
-            "status": answer.status.name,
-            "bound": answer.bound,
-            "bound_class": answer.bound_class,
-            "notes": answer.notes,
-            "smallest_above_bytes": cached.smallest_above_bytes,
-            "schedule": answer.schedule.to_json(),
+            **cached.to_json(),
         }
         path = self._path(problem.program, key)
         keep(path, self._directory / ".lock", lambda: data, self._make_room)
 
+    def chosen(self, planner: str, problem: Problem, among: str) -> tuple[Rewrite, ...] | None:
+        """The rewrites of the best plan that was found for a captured program; ``None`` if none is known.
+
+        Args:
+            planner: its name.
+            problem: for the captured program.
+            among: which alternatives there were.
+        """
+        key = {**_key(planner, problem), "among": among}
+        found = read_record(
+            self._path(problem.program, key, _CHOICE),
+            _CHOICES_SCHEMA,
+            lambda data: tuple(map(Rewrite.from_json, data["rewrites"])) if data["key"] == key else None,
+        )
+        return found
+
+    def choose(self, planner: str, problem: Problem, among: str, rewrites: Sequence[Rewrite]) -> None:
+        """Keep which rewrites gave the best plan of a captured program; as for :meth:`chosen`."""
+        key = {**_key(planner, problem), "among": among}
+        data = {"schema": _CHOICES_SCHEMA, "key": key, "rewrites": [each.to_json() for each in rewrites]}
+        path = self._path(problem.program, key, _CHOICE)
+        keep(path, self._directory / ".lock", lambda: data, self._make_room)
+
     def _make_room(self) -> None:
-        """Remove the plans that were used longest ago (definition 3)."""
+        """Remove the plans that were used longest ago (definition 4)."""
         known = [(path, path.stat()) for path in self._entries("*.json")]
         total = sum(stat.st_size for _, stat in known)
         for path, stat in sorted(known, key=lambda each: (each[1].st_mtime, each[0].name)):
@@ -117,8 +168,8 @@ class PlanCache:
         with contextlib.suppress(OSError):
             yield from sorted(self._directory.glob(pattern))
 
-    def _path(self, program: Program, key: dict[str, str]) -> Path:
-        return self._directory / f"{structure_of(program)}-{_digest(key)}.json"
+    def _path(self, program: Program, key: dict[str, str], kind: str = "") -> Path:
+        return self._directory / f"{kind}{structure_of(program)}-{_digest(key)}.json"
 
 
 def plans_directory() -> Path:
@@ -128,25 +179,6 @@ def plans_directory() -> Path:
 
 def _share_and_schedule(data: dict[str, Any]) -> tuple[float, Schedule]:
     return _finite(data["share"]), Schedule.from_json(data["schedule"])
-
-
-def _answer(data: dict[str, Any]) -> CachedAnswer:
-    """The answer that an entry holds; raises if it holds none."""
-    notes = {str(k): str(v) for k, v in data["notes"].items()}
-    if Provenance.from_dict(notes).notes != notes:
-        raise ValueError("a planner's notes say what is not the planner's to say")
-    bound = None if data["bound"] is None else _finite(data["bound"])
-    answer = Answer(
-        Status[data["status"]],
-        Schedule.from_json(data["schedule"]),
-        bound=bound,
-        bound_class=str(data["bound_class"]),
-        notes=notes,
-    )
-    smallest = int(data["smallest_above_bytes"])
-    if answer.status not in _KEPT or smallest < 0:
-        raise ValueError("no such answer is kept")
-    return CachedAnswer(answer, smallest)
 
 
 def _finite(value: Any) -> float:

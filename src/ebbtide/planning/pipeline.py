@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,13 +11,14 @@ from functools import partial
 from ebbtide.errors import BudgetError, UsageError
 from ebbtide.options import Options
 from ebbtide.planners import Interrupt, Problem, Progress, Status, planner_named
-from ebbtide.planners.base import AS_CAPTURED, DEFAULT_EFFORT, changes_to, silent
+from ebbtide.planners.base import AS_CAPTURED, DEFAULT_EFFORT, Answer, changes_to, silent
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.hybrid.floor import floor_with_tiers
 from ebbtide.planners.narration import interruption_noted
 from ebbtide.planners.registry import finds_smallest, moves_buffers
+from ebbtide.planners.search import smallest as smallest_search
 from ebbtide.planners.search.smallest import smallest_of
-from ebbtide.planning.alternatives import Alternatives, Hints, best_of
+from ebbtide.planning.alternatives import Alternatives, Hints, best_of, plan_of
 from ebbtide.planning.cache import CachedAnswer, PlanCache
 from ebbtide.planning.shape_plans import Buckets
 from ebbtide.planning.step_end import LOSS_TO_COME, NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
@@ -27,21 +29,38 @@ from ebbtide.step.program import Program
 from ebbtide.step.provenance import LossPlace, Planned, Provenance
 from ebbtide.step.refused_budget import refused_budget
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE, WEIGHTS
-from ebbtide.step.rewrite import Rewritten
+from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import overhead_of, simulate
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.units import Budget, format_allowed, format_bytes
 
-__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "make_plan", "smallest_told"]
+__all__ = ["DEFAULT_EFFORT", "PlanningOptions", "full_search", "make_plan", "refined", "smallest_told"]
 
 
 _NO_STATE = 'tiers="disk", options=ebbtide.Options(offload_optimizer=True) keeps no state'
 _NO_GRADIENTS = 'step="inside" with optimizer= keeps no gradients'
 _SMALL_NUMBER = 100
 """Bytes up to which a budget is rather meant as a share."""
+QUICK_EFFORT = 2_000
+"""Local-search moves of a plan that is to be found quickly: a tenth of the default's, and of its solvers' work."""
 REWRITE = frozenset({"auto", "auto_free", "greedy", "least_memory"})
 """Planners that may plan another program than the captured one. What stands for a paper's plans what it is given."""
+_QUICK = frozenset({"auto", "least_memory"})
+"""Planners of which a quick plan may be asked; of others a user wants what they are known for."""
+
+
+@dataclass(eq=False)
+class Made:
+    """What is made on the way to a plan.
+
+    Attributes:
+        plans: of each program that was tried one, not the best of them alone.
+        choose: keeps for the next start by which rewrites the best plan came about.
+    """
+
+    plans: list[Plan] = field(default_factory=list[Plan])
+    choose: Callable[[Plan], None] = lambda _: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +101,12 @@ class PlanningOptions:
 
     known_smallest_bytes: int = 0
     """Below which a budget was refused for what no program shows: a refusal names no less."""
+    quick: bool = False
+    """Whether what is found quickly will do: with :data:`QUICK_EFFORT`, and no search for the smallest budget.
+
+    Only where nothing is found so, everything is searched: a refusal names the smallest budget."""
+    made: Made | None = None
+    """Takes every plan that is made on the way."""
     takes_shares: bool = True
     """Whether a refusal may advise a share: for one caller a budget is always in bytes."""
     takes_inside: Callable[[], bool] = field(default=lambda: True)
@@ -130,31 +155,152 @@ def make_plan(
     if budget.share is not None and budget.share > 1.0:
         notes = {**options.provenance.notes, "share": str(budget)}
         options = replace(options, provenance=replace(options.provenance, notes=notes))
+    asked = partial(
+        _plan_of_any,
+        program,
+        budget,
+        resident_bytes=resident_bytes,
+        reserve_bytes=reserve_bytes,
+        end=end,
+        seeds=seeds,
+    )
     with interruption_noted(changes_to(options.progress)) as progress:
-        told = replace(options, progress=progress, alternatives=None)
-        if options.alternatives is None or options.planner not in REWRITE:
-            return _best_plan(program, None, budget, resident_bytes, reserve_bytes, end, seeds=seeds, options=told)
-        within = Budget(bytes=end.budget_bytes(budget, program, resident_bytes, reserve_bytes))
-        assert within.bytes is not None
-        above_budget = within.bytes - resident_bytes - reserve_bytes
-        stop = options.interrupt
-        return best_of(
-            program,
-            options.alternatives,
-            above_budget,
-            partial(
-                _best_plan,
-                budget=within,
-                resident_bytes=resident_bytes,
-                reserve_bytes=reserve_bytes,
-                end=end,
-                seeds=seeds,
-                options=told,
-            ),
-            interrupted=lambda: stop is not None and bool(stop),
-            links=_links(told),
-            hints=Hints.of(options.other_plans, program, above_budget),
-        )
+        options = replace(options, progress=progress, quick=options.quick and options.planner in _QUICK)
+        if options.quick:
+            with contextlib.suppress(BudgetError):
+                return asked(options=options)
+        return asked(options=replace(options, quick=False))
+
+
+def _plan_of_any(
+    program: Program,
+    budget: Budget,
+    *,
+    resident_bytes: int,
+    reserve_bytes: int,
+    end: StepEnd,
+    seeds: Sequence[Schedule],
+    options: PlanningOptions,
+) -> Plan:
+    """The best plan found for ``program`` or one of its alternatives; the arguments are those of :func:`make_plan`."""
+    told = replace(options, alternatives=None)
+    if options.alternatives is None or options.planner not in REWRITE:
+        return _best_plan(program, None, budget, resident_bytes, reserve_bytes, end, seeds=seeds, options=told)
+    within = Budget(bytes=end.budget_bytes(budget, program, resident_bytes, reserve_bytes))
+    assert within.bytes is not None
+    above_budget = within.bytes - resident_bytes - reserve_bytes
+    stop = options.interrupt
+    plan_one = partial(
+        _best_plan,
+        budget=within,
+        resident_bytes=resident_bytes,
+        reserve_bytes=reserve_bytes,
+        end=end,
+        seeds=seeds,
+        options=told,
+    )
+    choose = partial(_choose, program, above_budget, told, options.alternatives.among)
+    if options.made is not None:
+        options.made.choose = choose
+    rewrites = _chosen(program, above_budget, told, options.alternatives.among)
+    if rewrites is not None:
+        with contextlib.suppress(BudgetError):
+            if (plan := plan_of(program, options.alternatives, rewrites, plan_one)) is not None:
+                return plan
+    plan = best_of(
+        program,
+        options.alternatives,
+        above_budget,
+        plan_one,
+        interrupted=lambda: stop is not None and bool(stop),
+        links=_links(told),
+        hints=Hints.of(options.other_plans, program, above_budget),
+    )
+    if not stop and options.alternatives.all_known:
+        choose(plan)
+    return plan
+
+
+def _chosen(
+    program: Program, above_budget_bytes: int, options: PlanningOptions, among: str
+) -> tuple[Rewrite, ...] | None:
+    """By which rewrites the best plan of a captured program came about at an earlier start."""
+    if options.cache is None:
+        return None
+    return options.cache.chosen(options.planner, _captured_problem(program, above_budget_bytes, options), among)
+
+
+def _choose(program: Program, above_budget_bytes: int, options: PlanningOptions, among: str, plan: Plan) -> None:
+    """Keep that for the next start."""
+    if options.cache is not None:
+        rewrites = () if plan.rewritten is None else plan.rewritten.rewrites
+        problem = _captured_problem(program, above_budget_bytes, options)
+        options.cache.choose(options.planner, problem, among, rewrites)
+
+
+def _captured_problem(program: Program, above_budget_bytes: int, options: PlanningOptions) -> Problem:
+    return Problem(
+        program=program,
+        above_budget_bytes=above_budget_bytes,
+        machine=options.machine,
+        effort=options.effort,
+        seed=options.seed,
+        tiers=options.tiers,
+    )
+
+
+def full_search(plan: Plan, options: PlanningOptions) -> Problem:
+    """What is to be searched for a better plan than ``plan``, which was found quickly with ``options``."""
+    options = _with_tiers(replace(options, tiers=plan.tiers))
+    return Problem(
+        program=plan.program,
+        above_budget_bytes=plan.budget_bytes - plan.resident_bytes - plan.reserve_bytes,
+        machine=options.machine,
+        effort=options.effort,
+        seed=options.seed,
+        seeds=(plan.schedule,),
+        tiers=options.tiers,
+    )
+
+
+def refined(
+    plan: Plan, problem: Problem, found: CachedAnswer, options: PlanningOptions, end: StepEnd = NOTHING_AFTER
+) -> Plan | None:
+    """``plan`` with what a full search has found, kept for the next start; ``None`` if it found nothing that holds.
+
+    Args:
+        plan: that was found quickly.
+        problem: what was searched (:func:`full_search`).
+        found: the answer, which is not trusted.
+        options: how the plan was made.
+        end: what is taken when the backward has returned.
+    """
+    answer = found.answer
+    if answer.schedule is None or not _is_legal(problem, answer.schedule, problem.above_budget_bytes):
+        return None
+    if options.cache is not None:
+        options.cache.store(plan.planner, problem, found)
+    if options.buckets is not None and not problem.links:
+        options.buckets.learn(plan.planner, problem, answer, None)
+    above = simulate(plan.program, answer.schedule, plan.machine).above_bytes
+    least = above if found.smallest_above_bytes is None else min(above, found.smallest_above_bytes)
+    bound = answer.bound if plan.rewritten is None else plan.rewritten.overhead_of(answer.bound, plan.program)
+    return replace(
+        plan,
+        schedule=answer.schedule,
+        status=answer.status,
+        smallest_bytes=max(
+            end.needed_bytes(plan.program, plan.resident_bytes), plan.resident_bytes + plan.reserve_bytes + least
+        ),
+        smallest_is_searched=found.smallest_above_bytes is not None,
+        bound=bound,
+        provenance=replace(
+            plan.provenance,
+            planned=Planned.SEARCHED,
+            effort=problem.effort,
+            notes={**plan.provenance.notes, **answer.notes},
+        ),
+    )
 
 
 def _telling_of(
@@ -219,24 +365,32 @@ def _best_plan(
         return max(end_needs, held + above_bytes)
 
     if budget_bytes < end_needs:
-        plan_bytes = held + _smallest(problem, options, smallest_told(options.progress, None, budget_of))[0]
-        if plan_bytes <= end_needs:  # else any plan that is known is too large already
-            raise _end_error(end, program, resident_bytes, budget_bytes, options)
-    known, planned = _from_cache(problem, options)
+        told = smallest_told(options.progress, None, budget_of)
+        if options.quick or held + _smallest(problem, options, told)[0] <= end_needs:
+            raise _end_error(end, program, resident_bytes, budget_bytes, options)  # else any plan is too large already
+    problem, known, planned = _known(problem, options)
     smallest: Schedule | None = None
     if known is not None:
         answer, smallest_above = known.answer, known.smallest_above_bytes
     else:
         near = [] if options.cache is None else options.cache.near(problem)
         problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if _is_legal(problem, each))))
-        answer = plan_with(problem) if finds_smallest(options.planner) else None  # so that plans come sooner
-        best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
-        tell_smallest = smallest_told(options.progress, best, budget_of)
-        tell_smallest(unplanned_above)
-        smallest_above, smallest = _smallest(problem, options, tell_smallest)
-        if above_budget >= smallest_above:
-            problem = replace(problem, seeds=(*problem.seeds, smallest))
+        finds = finds_smallest(options.planner)
+        answer, smallest_above = None, None
+        if options.quick and floor_above > above_budget:
+            answer = Answer(Status.INFEASIBLE, None)
+        elif finds:
+            answer = plan_with(problem)  # so that plans come sooner
+        if not (options.quick and finds):
+            best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
+            tell_smallest = smallest_told(options.progress, best, budget_of)
+            tell_smallest(unplanned_above)
+            smallest_above, smallest = _smallest(problem, options, tell_smallest)
+            if above_budget >= smallest_above:
+                problem = replace(problem, seeds=(*problem.seeds, smallest))
         answer = answer or plan_with(problem)
+    if smallest_above is None and not options.quick:
+        smallest_above, _ = _smallest(problem, options, smallest_told(options.progress, None, budget_of))
     if answer.schedule is None and interrupt:
         answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(problem))
     if answer.schedule is None:
@@ -244,7 +398,9 @@ def _best_plan(
             program,
             budget_bytes,
             floor=held + floor_above,
-            smallest=max(budget_of(smallest_above), options.known_smallest_bytes),
+            smallest=max(
+                budget_of(unplanned_above if smallest_above is None else smallest_above), options.known_smallest_bytes
+            ),
             resident=held,
             reserve=reserve_bytes,
             unplanned=_unplanned(end, program, resident_bytes, options.rewritten),
@@ -255,14 +411,15 @@ def _best_plan(
         )
     if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
         raise _end_error(end, program, resident_bytes, budget_bytes, options)
-    # A planner may get below what the search for the smallest reached.
-    smallest_above = min(smallest_above, simulate(program, answer.schedule, options.machine).above_bytes)
-    if options.cache is not None and known is None:
+    above = simulate(program, answer.schedule, options.machine).above_bytes
+    if smallest_above is not None:  # a planner may get below what the search for it reached
+        smallest_above = min(smallest_above, above)
+    if options.cache is not None and known != CachedAnswer(answer, smallest_above):
         options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
     if options.buckets is not None and planned is not Planned.ADAPTED:
         options.buckets.learn(options.planner, problem, answer, smallest)
     options.progress(Progress("planned", _overhead(problem, answer.schedule), answer.bound))
-    return Plan(
+    plan = Plan(
         program=program,
         schedule=answer.schedule,
         status=answer.status,
@@ -273,14 +430,15 @@ def _best_plan(
         reserve_bytes=reserve_bytes,
         floor_bytes=held + floor_above,
         floor_op=floor_op,
-        smallest_bytes=budget_of(smallest_above),
+        smallest_bytes=budget_of(above if smallest_above is None else smallest_above),
+        smallest_is_searched=smallest_above is not None and not options.quick,
         bound=answer.bound if options.rewritten is None else options.rewritten.overhead_of(answer.bound, program),
         bound_class=answer.bound_class + ("" if options.rewritten is None else ", program: as rewritten"),
         plan_seconds=time.perf_counter() - begin,
         provenance=replace(
             Provenance.from_dict({**program.context, **options.provenance, **answer.notes}),
-            planned=planned,
-            effort=options.effort,
+            planned=_planned(planned, answer, known),
+            effort=problem.effort,
             seed=options.seed,
         ),
         machine=options.machine,
@@ -288,6 +446,9 @@ def _best_plan(
         rewritten=options.rewritten,
         resident_parts=options.resident_parts,
     )
+    if options.made is not None:
+        options.made.plans.append(plan)
+    return plan
 
 
 def _unplanned(end: StepEnd, program: Program, resident_bytes: int, rewritten: Rewritten | None) -> int:
@@ -321,13 +482,32 @@ def _links(options: PlanningOptions) -> Mapping[str, Link]:
     return {tier: there[tier] for tier in options.tiers if tier in there} if moves_buffers(options.planner) else {}
 
 
-def _from_cache(problem: Problem, options: PlanningOptions) -> tuple[CachedAnswer | None, Planned]:
-    """What needs no search, and how it was found: this very problem's answer, or that of a bucket."""
-    cached = None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
-    if cached is not None:
-        return cached, Planned.CACHED
+def _known(problem: Problem, options: PlanningOptions) -> tuple[Problem, CachedAnswer | None, Planned]:
+    """The problem as it is to be solved, what is known without a search, and how that was found.
+
+    That is this very problem's answer, that of a bucket, or where a quick plan will do an earlier one.
+    """
+    if (cached := _cached(problem, options)) is not None:
+        return problem, cached, Planned.CACHED
     fitted = None if options.buckets is None else options.buckets.answer(options.planner, problem)
-    return fitted, Planned.SEARCHED if fitted is None else Planned.ADAPTED
+    if fitted is not None:
+        return problem, fitted, Planned.ADAPTED
+    if not options.quick or problem.effort <= QUICK_EFFORT:
+        return problem, None, Planned.SEARCHED
+    problem = replace(problem, effort=QUICK_EFFORT)
+    return problem, _cached(problem, options), Planned.QUICKLY
+
+
+def _planned(planned: Planned, answer: Answer, known: CachedAnswer | None) -> Planned:
+    """How the answer was found: what is optimal is not found better by a search."""
+    if planned is not Planned.QUICKLY or answer.status is not Status.OPTIMAL:
+        return planned
+    return Planned.SEARCHED if known is None else Planned.CACHED
+
+
+def _cached(problem: Problem, options: PlanningOptions) -> CachedAnswer | None:
+    """What the cache has for this very problem."""
+    return None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
 
 
 def smallest_told(
@@ -351,7 +531,8 @@ def _smallest(problem: Problem, options: PlanningOptions, tell: Callable[[int], 
     """
     known = None if options.buckets is None else options.buckets.smallest(problem)
     limitless = problem.interrupt.without_limit()
-    return known or smallest_of(problem.program, interrupt=limitless, links=problem.links, tell=tell)
+    effort = min(QUICK_EFFORT, smallest_search.FIRST_EFFORT) if options.quick else None
+    return known or smallest_of(problem.program, effort, limitless, problem.links, tell)
 
 
 def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:

@@ -331,9 +331,18 @@ def alternatives_of(
             if not (retained and any((each.rule, each.form) in writing for each in choice.rewrites)):
                 yield made(choice, rules)
 
+    def named(rewrites: tuple[Rewrite, ...]) -> Alternative | None:
+        try:
+            choice = choice_of(captured, rewrites, finish)
+        except (LookupError, RewriteError):
+            return None
+        allowed = all(each.rule in rules and not (retained and (each.rule, each.form) in writing) for each in rewrites)
+        return made(choice, rules) if allowed else None
+
+    among = repr((sorted(rules), sorted(rules if first is None else first), device, retained))
     if first is None or set(first) == set(rules):
-        return Alternatives(lambda: by(rules))
-    return Alternatives(lambda: by(first), lambda: by(rules))
+        return Alternatives(lambda: by(rules), named=named, among=among)
+    return Alternatives(lambda: by(first), lambda: by(rules), named, among)
 
 
 def may_be_rewritten(captured: Captured, rules: Collection[str]) -> bool:

@@ -63,6 +63,7 @@ class PlanRecord:
         rewritten: how ``program`` comes from the captured one; ``None`` where it is that. Budgets in percent, overhead
             and bound are of the captured step all the same.
         resident_parts: what is resident by kind, where that is known: weights, optimizer state and so on.
+        smallest_is_searched: whether ``smallest_bytes`` was looked for; else it is what this schedule needs.
     """
 
     program: Program
@@ -84,6 +85,7 @@ class PlanRecord:
     tiers: tuple[str, ...] = ()
     rewritten: Rewritten | None = None
     resident_parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    smallest_is_searched: bool = True
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -187,6 +189,7 @@ class PlanRecord:
             "tiers": list(self.tiers),
             **({} if self.rewritten is None else {"rewritten": self.rewritten.to_json()}),
             **({"resident_parts": dict(self.resident_parts)} if self.resident_parts else {}),
+            **({} if self.smallest_is_searched else {"smallest_is_searched": False}),
             "program": self.program.to_json(),
             "schedule": self.schedule.to_json(),
         }
@@ -262,6 +265,7 @@ class PlanRecord:
                 tiers=tuple(map(str, data["tiers"])),
                 rewritten=None if data.get("rewritten") is None else Rewritten.from_json(data["rewritten"]),
                 resident_parts={str(kind): int(size) for kind, size in data.get("resident_parts", {}).items()},
+                smallest_is_searched=bool(data.get("smallest_is_searched", True)),
             )
             violations = check(plan.program, plan.schedule, links=None if plan.machine is None else plan.machine.links)
             recorded = int(data["predicted_peak_bytes"])

@@ -37,6 +37,7 @@ class Planned(enum.Enum):
     """How a schedule was found."""
 
     SEARCHED = "searched for"
+    QUICKLY = "found quickly, to begin with"
     CACHED = "from the plan cache"
     ADAPTED = "adapted from another shape's plan"
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from ebbtide.signals import raised_by_a_handler
 
-__all__ = ["Ints", "Words", "apart", "inner", "sources_digest"]
+__all__ = ["Ints", "Words", "apart", "compile_waiting", "inner", "sources_digest"]
 
 Ints = NDArray[np.int64]
 
@@ -163,13 +163,25 @@ class _Apart(types.ExternalFunction):
         add_symbol(self.symbol, self._compiled.address)
         self._call = cast(Any, self._prototype)(self._compiled.address)
 
+    @classmethod
+    def compile_next(cls) -> None:
+        """Compile the one that was defined first."""
+        cls.waiting[0]._compile()
+        cls.waiting.pop(0)
+
     def __call__(self, *arguments: Any) -> Any:
         if self._call is None:
             with _compiling:
                 while self._call is None:
-                    self.waiting[0]._compile()
-                    self.waiting.pop(0)
+                    self.compile_next()
         return self._call(*(each.ctypes.data if isinstance(each, np.ndarray) else each for each in arguments))
+
+
+def compile_waiting() -> None:
+    """Compile all functions that are apart and were not called yet."""
+    with _compiling:
+        while _Apart.waiting:
+            _Apart.compile_next()
 
 
 register_model(_Apart)(models.OpaqueModel)

@@ -81,11 +81,15 @@ def facts_of(plan: PlanRecord) -> list[tuple[str, str]]:
         *(("rewritten", text) for text in rewrites_of(plan)),
         *(("moves", text) for text in moves_of(plan)),
         *([("chosen", plan.provenance.notes["chosen"])] if "chosen" in plan.provenance.notes else []),
-        ("smallest", f"{format_bytes(plan.smallest_bytes)}, the least budget for which a plan was found"),
+        ("smallest", f"{format_bytes(plan.smallest_bytes)}, {_SMALLEST[plan.smallest_is_searched]}"),
         ("floor", f"{format_bytes(plan.floor_bytes)} of any budget with {AS_CAPTURED}, pinned by {pin}"),
     ]
 
 
+_SMALLEST = {
+    True: "the least budget for which a plan was found",
+    False: "what this plan needs: no smaller one was looked for yet",
+}
 _OUTSIDE = (
     "outside the model: the gradients of what it returns count in full, what the loss takes is measured in fit's first "
     "step; returned by the forward it takes less"
