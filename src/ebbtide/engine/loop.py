@@ -269,13 +269,14 @@ def _make(
     if step.piece.captured is not None:
         progress(Progress(f"the step of {model.plain_class.__name__} is {why}"))
     with own_backwards(), narrated(progress, why):
+        traced = not (step.piece.capture.symbolic and step.piece.capture.is_made)
         with profiling_within(_profiling_budget(model, step, call, now, attempts.refused)) as profiling:
             found = _capture(model, step, call, now)
         step.piece.profiled_without_memory = step.piece.profiled_without_memory or bool(profiling.untried)
         model.steps.keep(step, now)
         if not found:
             return now, None
-        now = _settled(model, step, call, now)
+        now = _settled(model, step, call, now, traced=traced)
         if (executable := _holding(model, step, now)) is not None:
             return now, executable
         request, in_backward = model.request, model.optimizers.in_backward if now.updates else None
@@ -388,10 +389,11 @@ def _capture(model: FittedModel, step: Step, call: Call, now: CallContext) -> bo
     return True
 
 
-def _settled(model: FittedModel, step: Step, call: Call, now: CallContext) -> CallContext:
+def _settled(model: FittedModel, step: Step, call: Call, now: CallContext, *, traced: bool) -> CallContext:
     """What surrounds ``call``, without what only its capture held, and with what libraries keep once they were used."""
     step.piece.capture.weigh_questions(call)
-    collect_garbage()  # what only that holds is not to be planned around
+    if traced:
+        collect_garbage()  # what only that holds is not to be planned around
     forget_dead()
     if now.device == "cpu":  # a card's allocator knows what they keep
         model.optimizers.look_for_others(call.module)

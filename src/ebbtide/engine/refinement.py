@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.step import Step
 from ebbtide.errors import EbbtideError
@@ -88,7 +90,7 @@ class Refinements:
 
     def look(self, request: int) -> None:
         """Put in place what was found since, if anything was; ``request`` is the number of what is asked for now."""
-        if self._now is None or self._now[2].goes_on or not self._lock.acquire(blocking=False):
+        if self._now is None or self._now[2].goes_on or _is_recorded() or not self._lock.acquire(blocking=False):
             return
         try:
             if self._now is None or self._now[2].goes_on:
@@ -132,6 +134,11 @@ class Refinements:
             self._now = None
         if self._at_exit is not None:
             self._at_exit.detach()
+
+
+def _is_recorded() -> bool:
+    """Whether a CUDA graph is recorded, in which no plan can be proven."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def alike(plan: Plan, made: Iterable[Plan]) -> list[Plan]:

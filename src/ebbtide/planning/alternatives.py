@@ -44,6 +44,8 @@ _ABOUT = 0.02
 """How far a budget, as a share, or an overhead may be from another for definition 6."""
 _AS_LITTLE = 1.1
 """Of another shape's overhead, what counts as about as little: costs measured twice differ by as much."""
+_MOST_HINTS = 2
+"""Rewrites of other shapes' plans that are tried as they are."""
 _MOST_TRIED = 3
 """Alternatives that are planned in earnest and fit."""
 _MOST_REFUSED = 2
@@ -128,6 +130,11 @@ class Hints:
         least = min(plan.overhead for plan in alike)
         rewrites = tuple(plan.rewritten.rewrites for plan in alike if plan.rewritten is not None)
         return Hints(rewrites, least * _AS_LITTLE + _ABOUT)
+
+    @property
+    def latest(self) -> list[tuple[Rewrite, ...]]:
+        """The rewrites of the last plans, without those that are the same."""
+        return list(dict.fromkeys(reversed(self.rewrites)))[:_MOST_HINTS]
 
     def has(self, each: Alternative) -> bool:
         """Whether one of the plans has rewritten what ``each`` does, free rewrites besides."""

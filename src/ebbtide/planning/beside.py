@@ -62,25 +62,25 @@ class Search:
             planner: its name.
             problems: what it is asked, one after the other.
         """
-        request, answers = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        request.write(json.dumps([planner, *map(_request, problems)]).encode())
-        request.seek(0)
         paths = [str(Path(ebbtide.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(NICENESS)],
-                stdin=request,
-                stdout=answers,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                process_group=0,  # an interrupt from the terminal is for training, which may well go on
-            )
-        except (OSError, ValueError):
-            answers.close()
-            return None
-        finally:
-            request.close()
+        with contextlib.ExitStack() as failed:
+            try:
+                answers = failed.enter_context(tempfile.TemporaryFile())
+                with tempfile.TemporaryFile() as request:
+                    request.write(json.dumps([planner, *map(_request, problems)]).encode())
+                    request.seek(0)
+                    process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(NICENESS)],
+                        stdin=request,
+                        stdout=answers,
+                        stderr=subprocess.DEVNULL,
+                        env=environment,
+                        process_group=0,  # an interrupt from the terminal is for training, which may well go on
+                    )
+            except (OSError, ValueError):
+                return None
+            failed.pop_all()
         return Search(process, os.getpid(), answers)
 
     @property

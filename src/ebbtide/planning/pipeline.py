@@ -207,6 +207,13 @@ def _plan_of_any(
         with contextlib.suppress(BudgetError):
             if (plan := plan_of(program, options.alternatives, rewrites, plan_one)) is not None:
                 return plan
+    hints = Hints.of(options.other_plans, program, above_budget)
+    if options.quick and unplanned_bytes(program) > above_budget:
+        for known in hints.latest:  # as another shape of about as much room
+            with contextlib.suppress(BudgetError):
+                plan = plan_of(program, options.alternatives, known, plan_one)
+                if plan is not None and plan.overhead <= hints.most_overhead:
+                    return plan
     plan = best_of(
         program,
         options.alternatives,
@@ -214,7 +221,7 @@ def _plan_of_any(
         plan_one,
         interrupted=lambda: stop is not None and bool(stop),
         links=_links(told),
-        hints=Hints.of(options.other_plans, program, above_budget),
+        hints=hints,
     )
     if not stop and options.alternatives.all_known:
         choose(plan)
@@ -388,6 +395,8 @@ def _best_plan(
             smallest_above, smallest = _smallest(problem, options, tell_smallest)
             if above_budget >= smallest_above:
                 problem = replace(problem, seeds=(*problem.seeds, smallest))
+                if answer is not None and answer.schedule is None:  # with little effort a planner finds less
+                    answer = None
         answer = answer or plan_with(problem)
     if smallest_above is None and not options.quick:
         smallest_above, _ = _smallest(problem, options, smallest_told(options.progress, None, budget_of))
