@@ -46,6 +46,8 @@ QUICK_EFFORT = 2_000
 """Local-search moves of a plan that is to be found quickly: a tenth of the default's, and of its solvers' work."""
 REWRITE = frozenset({"auto", "auto_free", "greedy", "least_memory"})
 """Planners that may plan another program than the captured one. What stands for a paper's plans what it is given."""
+ROOM_FOR_A_LOSS = 4
+"""Times what a forward returns: what a step that waits for a loss outside has to leave, or its plan is searched for."""
 _QUICK = frozenset({"auto", "least_memory"})
 """Planners of which a quick plan may be asked; of others a user wants what they are known for."""
 
@@ -393,6 +395,9 @@ def _best_plan(
             tell_smallest = smallest_told(options.progress, best, budget_of)
             tell_smallest(unplanned_above)
             smallest_above, smallest = _smallest(problem, options, tell_smallest)
+            if options.quick and above_budget - smallest_above < ROOM_FOR_A_LOSS * program.returned_bytes:
+                in_full = replace(options, quick=False)  # what is found quickly leaves too little to who comes between
+                smallest_above, smallest = _smallest(problem, in_full, tell_smallest)
             if above_budget >= smallest_above:
                 problem = replace(problem, seeds=(*problem.seeds, smallest))
                 if answer is not None and answer.schedule is None:  # with little effort a planner finds less
