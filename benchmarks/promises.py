@@ -1,12 +1,16 @@
 """Do the promises hold in real training code? Situations, each run by eager and under a budget, all steps.
 
-    python benchmarks/promises.py [--list] [--only NAME ...] [--moving DIRECTORY] [--effort N] [--jobs N] [--out FILE]
+    python benchmarks/promises.py [--list] [--only NAME ...] [--moving DIRECTORY] [--swaps] [--effort N] [--jobs N]
+                                  [--out FILE]
 
 A situation (``tests/situations``) is held against an oracle that is not ours: bytes as a preloaded counter of the
 allocator's calls sees them, bits as eager gives them, planned calls and captures as expected. NAME is a group or a part
 of a situation's name. Results of a run of some situations replace their rows; the others' stay.
 
 With ``--effort`` searches for plans are as short as that, which is for tests: bytes and bits hold for any plan.
+
+With ``--swaps`` every plan gives way to another at its second call, as to one that was looked for beside training;
+results go to ``promises-swaps.json``.
 
 With ``--moving`` every model is fitted with that directory's disk as a tier, on which any tensor pays, so that the same
 situations hold what moves; results go to ``promises-moving.json``.
@@ -25,7 +29,7 @@ from harness.origin import cases_of_this_version
 from harness.record import Record
 from situations.oracle import SLACK_BYTES
 from situations.registry import GROUPS, all_situations
-from situations.run import EFFORT, MOVING
+from situations.run import EFFORT, MOVING, SWAPS
 from situations.runner import counted, listed, named, run_all
 
 SEEDS = {"weights and inputs": 0, "planners": 0}
@@ -74,6 +78,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--release", action="store_true", help="run what was not made with this version")
     parser.add_argument("--list", action="store_true", help="print the situations and run nothing")
     parser.add_argument("--moving", type=Path, default=None, metavar="DIRECTORY", help="let tensors move there")
+    parser.add_argument("--swaps", action="store_true", help="let every plan give way to another")
     parser.add_argument("--effort", type=int, default=None, metavar="N", help="moves of a search (default: a user's)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: 1)")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: results/promises.json)")
@@ -81,9 +86,12 @@ def _options() -> argparse.Namespace:
     moving = options.moving is not None
     if moving:
         os.environ[MOVING] = str(options.moving.absolute())
+    if options.swaps:
+        os.environ[SWAPS] = "1"
     if options.effort is not None:
         os.environ[EFFORT] = str(options.effort)
-    options.out = options.out or (OUT.with_name("promises-moving.json") if moving else OUT)
+    kind = "-moving" * moving + "-swaps" * options.swaps
+    options.out = options.out or OUT.with_name(f"promises{kind}.json")
     return options
 
 

@@ -51,6 +51,10 @@ EFFORT = "EBBTIDE_PROMISES_EFFORT"
 """Says in the environment how many moves a search for a plan takes, and one for the smallest budget."""
 
 
+SWAPS = "EBBTIDE_PROMISES_SWAPS"
+"""In the environment: plans give way to others at the next call (``situations.swaps``)."""
+
+
 def watch_engine() -> None:
     """Count captures and planned forwards from now on."""
     import ebbtide.engine.compiled as compiled
@@ -65,6 +69,11 @@ def watch_engine() -> None:
 
         inspect.unwrap(ebbtide.Options.__init__).__kwdefaults__["effort"] = int(os.environ[EFFORT])
         smallest.FIRST_EFFORT = int(os.environ[EFFORT])
+
+    if SWAPS in os.environ:
+        from situations.swaps import swap_plans
+
+        swap_plans()
 
     partition, forward = compiled.Capture.partition, compiled.run_forward
 

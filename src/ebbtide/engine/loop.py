@@ -50,7 +50,7 @@ from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
 from ebbtide.engine.pending_steps import Holdings, Meets, Overlap, PendingStep, learn_overlap, returned_tensors
 from ebbtide.engine.plans import PlanTask, plan_for, warn_of_forward
-from ebbtide.engine.refinement import Wanted, alike
+from ebbtide.engine.refinement import Wanted, contenders_of
 from ebbtide.engine.sharded import refuse_newly_sharded
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
@@ -329,7 +329,7 @@ def _make(
                 Wanted(
                     step=step,
                     plan=plan,
-                    others=alike(plan, made.plans),
+                    others=contenders_of(plan, made.plans),
                     choose=made.choose,
                     end=most_of(demand.ends, plan.program),
                     options=model.configuration.planning,

@@ -31,11 +31,11 @@ from ebbtide.report.plan import Plan
 from ebbtide.step.provenance import Planned
 from ebbtide.units import format_percent
 
-__all__ = ["REPAID_STEPS", "Refinements", "Wanted", "alike"]
+__all__ = ["REPAID_STEPS", "Refinements", "Wanted", "contenders_of"]
 
 REPAID_STEPS = 1_000
 """Steps within which a plan has to save what it takes to put it in place: an epoch of a small run."""
-ALIKE = 1.05
+MOST_TIMES = 1.05
 """Up to which times the best plan's seconds the programs of other plans are searched too."""
 _MOST_WAITING = 16  # plans of one model whose search waits for another's; of more, the oldest go
 _logger = logging.getLogger("ebbtide")
@@ -141,11 +141,11 @@ def _is_recorded() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def alike(plan: Plan, made: Iterable[Plan]) -> list[Plan]:
+def contenders_of(plan: Plan, made: Iterable[Plan]) -> list[Plan]:
     """Those of ``made`` that are of another program for the call of ``plan``, and not much slower."""
     found = {each.program.fingerprint: each for each in made if _room_of(each) == _room_of(plan)}
     found.pop(plan.program.fingerprint, None)
-    return [each for each in found.values() if each.step_seconds <= ALIKE * plan.step_seconds]
+    return [each for each in found.values() if each.step_seconds <= MOST_TIMES * plan.step_seconds]
 
 
 def _room_of(plan: Plan) -> tuple[int, ...]:

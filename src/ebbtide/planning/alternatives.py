@@ -34,7 +34,7 @@ from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "plan_of"]
+__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "plan_by"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
@@ -178,7 +178,7 @@ class Alternatives(Iterable[Alternative]):
         yield from self.further
 
 
-def plan_of(
+def plan_by(
     program: Program,
     alternatives: Alternatives,
     rewrites: tuple[Rewrite, ...],

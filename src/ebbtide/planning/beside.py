@@ -16,14 +16,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
-import ebbtide
+from ebbtide.children import end_with_starter, start_child
 from ebbtide.files import cache_directory, locked
 from ebbtide.planners.base import Interrupt, Problem
 from ebbtide.planners.registry import planner_named
@@ -37,7 +34,6 @@ __all__ = ["Search"]
 
 NICENESS = 19
 """Of the process that searches: the lowest priority. A core that is busy otherwise gives it a hundredth of its time."""
-_WATCH_SECONDS = 0.5
 _LOCK = "beside.lock"
 
 
@@ -62,22 +58,13 @@ class Search:
             planner: its name.
             problems: what it is asked, one after the other.
         """
-        paths = [str(Path(ebbtide.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
         with contextlib.ExitStack() as failed:
             try:
                 answers = failed.enter_context(tempfile.TemporaryFile())
                 with tempfile.TemporaryFile() as request:
                     request.write(json.dumps([planner, *map(_request, problems)]).encode())
                     request.seek(0)
-                    process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(NICENESS)],
-                        stdin=request,
-                        stdout=answers,
-                        stderr=subprocess.DEVNULL,
-                        env=environment,
-                        process_group=0,  # an interrupt from the terminal is for training, which may well go on
-                    )
+                    process = start_child(__name__, NICENESS, stdin=request, stdout=answers)
             except (OSError, ValueError):
                 return None
             failed.pop_all()
@@ -138,8 +125,8 @@ def _problem(request: dict[str, Any]) -> Problem:
 # -- in the process that searches -----------------------------------------------------------------------------
 
 
-def _main(starter: int, niceness: int) -> None:
-    threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
+def _main() -> None:
+    (niceness,) = map(int, end_with_starter())
     with contextlib.suppress(OSError):
         os.nice(niceness)
     name, *requests = json.load(sys.stdin.buffer)
@@ -155,12 +142,5 @@ def _main(starter: int, niceness: int) -> None:
     sys.stdout.flush()
 
 
-def _end_with(starter: int) -> None:
-    """End this process once the one that started it has ended: somebody else is its parent then."""
-    while os.getppid() == starter:
-        time.sleep(_WATCH_SECONDS)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))
+    _main()

@@ -18,7 +18,7 @@ from ebbtide.planners.narration import interruption_noted
 from ebbtide.planners.registry import finds_smallest, moves_buffers
 from ebbtide.planners.search import smallest as smallest_search
 from ebbtide.planners.search.smallest import smallest_of
-from ebbtide.planning.alternatives import Alternatives, Hints, best_of, plan_of
+from ebbtide.planning.alternatives import Alternatives, Hints, best_of, plan_by
 from ebbtide.planning.cache import CachedAnswer, PlanCache
 from ebbtide.planning.shape_plans import Buckets
 from ebbtide.planning.step_end import LOSS_TO_COME, NOTHING_AFTER, StepEnd, budget_to_ask_for, share_of_unplanned
@@ -207,13 +207,13 @@ def _plan_of_any(
     rewrites = _chosen(program, above_budget, told, options.alternatives.among)
     if rewrites is not None:
         with contextlib.suppress(BudgetError):
-            if (plan := plan_of(program, options.alternatives, rewrites, plan_one)) is not None:
+            if (plan := plan_by(program, options.alternatives, rewrites, plan_one)) is not None:
                 return plan
     hints = Hints.of(options.other_plans, program, above_budget)
     if options.quick and unplanned_bytes(program) > above_budget:
         for known in hints.latest:  # as another shape of about as much room
             with contextlib.suppress(BudgetError):
-                plan = plan_of(program, options.alternatives, known, plan_one)
+                plan = plan_by(program, options.alternatives, known, plan_one)
                 if plan is not None and plan.overhead <= hints.most_overhead:
                     return plan
     plan = best_of(

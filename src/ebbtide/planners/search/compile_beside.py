@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import platformdirs
+
+from ebbtide.children import end_with_starter, start_child
 
 __all__ = ["begin_compiling", "wait_for_compiled"]
 
@@ -26,18 +27,8 @@ def begin_compiling() -> None:
     global _process
     if _process is not None or _is_compiled():
         return
-    paths = [str(_HERE.parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    nothing = subprocess.DEVNULL
     try:
-        _process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__],
-            stdin=nothing,
-            stdout=nothing,
-            stderr=nothing,
-            env=environment,
-            process_group=0,
-        )
+        _process = start_child(__name__)
     except (OSError, ValueError):  # they are compiled here when they are needed
         return
 
@@ -75,5 +66,6 @@ if __name__ == "__main__":
     from ebbtide.planners.registry import planner_named
     from ebbtide.planners.search.jit import compile_waiting
 
+    end_with_starter()
     planner_named("auto")  # whose kernels wait to be compiled once it is imported
     compile_waiting()
