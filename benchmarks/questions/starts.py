@@ -67,7 +67,7 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
         shapes = [min(each) for each in zip(*(run["shapes"] for run in runs), strict=True)]
         columns: dict[str, Any] = {
             "case": name,
-            "start": label if "old" not in label else f"{label} ({(old or '').partition(':')[0]})",
+            "start": label if ", old" not in label else f"{label} ({(old or '').partition(':')[0]})",
             "eager": eager,
             "first": first,
             "eager steps": first / eager,
