@@ -143,6 +143,7 @@ def test_a_better_plan_takes_the_place_of_the_first_with_the_same_bits(really: l
     known = ebbtide.plan_of(again.model)
     assert known is not None
     assert (known.provenance.planned, known.schedule) == (Planned.CACHED, plan.schedule)
+    assert (known.smallest_is_searched, known.smallest_bytes) == (True, plan.smallest_bytes)
     assert len(really) == 1
 
 

@@ -428,8 +428,10 @@ def _best_plan(
     above = simulate(program, answer.schedule, options.machine).above_bytes
     if smallest_above is not None:  # a planner may get below what the search for it reached
         smallest_above = min(smallest_above, above)
-    if options.cache is not None and known != CachedAnswer(answer, smallest_above):
-        options.cache.store(options.planner, problem, CachedAnswer(answer, smallest_above))
+    is_searched = smallest_above is not None and (planned is Planned.CACHED or not options.quick)
+    kept = CachedAnswer(answer, smallest_above if is_searched else None)
+    if options.cache is not None and planned is not Planned.ADAPTED and known != kept:
+        options.cache.store(options.planner, problem, kept)
     if options.buckets is not None and planned is not Planned.ADAPTED:
         options.buckets.learn(options.planner, problem, answer, smallest)
     options.progress(Progress("planned", _overhead(problem, answer.schedule), answer.bound))
@@ -445,7 +447,7 @@ def _best_plan(
         floor_bytes=held + floor_above,
         floor_op=floor_op,
         smallest_bytes=budget_of(above if smallest_above is None else smallest_above),
-        smallest_is_searched=smallest_above is not None and not options.quick,
+        smallest_is_searched=is_searched,
         bound=answer.bound if options.rewritten is None else options.rewritten.overhead_of(answer.bound, program),
         bound_class=answer.bound_class + ("" if options.rewritten is None else ", program: as rewritten"),
         plan_seconds=time.perf_counter() - begin,
