@@ -6,8 +6,8 @@
    commands that a console block shows with their output.
 3. The text block after a python block is its output. Every word has to be there.
 4. Bytes that follow from the step alone are the same on every machine: budget, resident bytes, the unplanned peak, the
-   smallest budget and the floor are what is shown, digit by digit. What follows from costs that were measured here
-   (times, with them the plan, its peak and its status) may be another.
+   smallest budget where it was searched for, and the floor are what is shown, digit by digit. What follows from costs
+   that were measured here (times, with them the plan, its peak and its status) may be another.
 5. For a machine of the catalogue nothing is measured here: statuses are those that are shown, and so are all numbers up
    to :data:`TOLERANCE`, since another processor sums floats in another order. How long planning took is left out.
 6. So searches for plans are short where costs are measured here, unless a block says how long they are: any plan will
@@ -45,6 +45,8 @@ TOLERANCE = 0.02
 SHORT = 300
 """Effort of searches, definition 6."""
 NUMBER = re.compile(r"(?<![\w.])\d[\d.]*")
+OF_THE_PLAN = ", what this plan needs"
+"""Of a smallest budget that was not searched for."""
 OWN_BYTES = re.compile(r"^(?:budget|resident|smallest|floor) |\bbytes\b|\bresident\b|of the unplanned [\d.]+ .?i?B")
 
 
@@ -64,7 +66,7 @@ def own_bytes(text: str) -> list[str]:
     """What of ``text`` is the same on every machine: definition 4."""
     found: list[str] = []
     for line in map(str.strip, text.splitlines()):
-        if match := OWN_BYTES.search(line):
+        if (match := OWN_BYTES.search(line)) and OF_THE_PLAN not in line:
             found.append(match[0] if match[0].startswith("of the unplanned") else line)
     return found
 
