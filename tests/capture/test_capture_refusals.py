@@ -233,7 +233,7 @@ def test_a_failed_proof_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_planner_that_fails_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.planning.pipeline.floor_bytes", lambda program: None)
+    monkeypatch.setattr("ebbtide.planning.one_program.floor_bytes", lambda program: None)
     with pytest.raises(InternalError, match=r"TypeError.*fault in Ebbtide"):
         ebbtide.plan(Model(fine), arguments(), budget="1GiB")
     with pytest.raises(InternalError, match="fault in Ebbtide"):

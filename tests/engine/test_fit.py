@@ -17,7 +17,7 @@ from ebbtide.errors import BudgetError, PlanMismatch, UsageError
 from ebbtide.planners import Problem, Progress, planner_named
 from ebbtide.planners.base import Answer
 from ebbtide.planners.search.smallest import smallest_of
-from ebbtide.planning import pipeline
+from ebbtide.planning import one_program
 from ebbtide.report.plan import Plan
 from ebbtide.step.machine import machine_named
 from ebbtide.step.provenance import Costs
@@ -218,7 +218,7 @@ def test_a_start_is_where_the_search_starts(model: Tracked, monkeypatch: pytest.
         return plan
 
     start = ebbtide.plan(model, (X,), budget="80%", options=ebbtide.Options(rewrites="none"))
-    monkeypatch.setattr(pipeline, "planner_named", listening)
+    monkeypatch.setattr(one_program, "planner_named", listening)
     ebbtide.fit(model, "90%", options=ebbtide.Options(start=start, rewrites="none"))
     model(X).backward()
     assert asked

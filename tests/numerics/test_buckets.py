@@ -19,7 +19,7 @@ import ebbtide
 from ebbtide._api.fit import step_of
 from ebbtide.engine import captured_steps, plans
 from ebbtide.errors import BudgetError
-from ebbtide.planning import pipeline as planning
+from ebbtide.planning import one_program as planning
 from ebbtide.zoo import GPTConfig, gpt
 
 LONGEST = 48

@@ -14,7 +14,7 @@ from torch import nn
 import ebbtide
 from ebbtide.files import keep
 from ebbtide.planners import Answer, Problem, Status
-from ebbtide.planning import pipeline as planning
+from ebbtide.planning import one_program as planning
 from ebbtide.planning.cache import CachedAnswer, PlanCache
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.report.plan import Plan

@@ -13,7 +13,7 @@ from ebbtide.planners import Interrupt, Problem, Status
 from ebbtide.planners.bounds.cut_bound import cut_bound, quick_bound
 from ebbtide.planners.reductions.adapt import adapted_to
 from ebbtide.planners.search.interval_state import IntervalState
-from ebbtide.planning import pipeline as planning
+from ebbtide.planning import one_program as planning
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.shape_plans import WASTE, Buckets
 from ebbtide.report.plan import Plan

@@ -67,7 +67,7 @@ from ebbtide.planners import Progress
 from ebbtide.planners.bounds.floor import floor_bytes
 from ebbtide.planners.narration import narrated
 from ebbtide.planners.search.compile_beside import wait_for_compiled
-from ebbtide.planning.pipeline import Made
+from ebbtide.planning.asked import Made
 from ebbtide.planning.step_end import most_of
 from ebbtide.ranks.member import ALONE, member_of
 from ebbtide.rewrites.choices import may_be_rewritten

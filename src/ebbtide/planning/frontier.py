@@ -10,7 +10,8 @@ from functools import partial
 from ebbtide.errors import BudgetError
 from ebbtide.planners import Interrupt, Progress
 from ebbtide.planners.search.smallest import smallest_of
-from ebbtide.planning.pipeline import PlanningOptions, make_plan, smallest_told
+from ebbtide.planning.one_program import smallest_told
+from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.program import Program
@@ -91,6 +92,6 @@ def _no_worse(plan: Plan, other_plans: Sequence[Plan], here: Callable[..., Plan]
     less = min(others, key=lambda each: each.step_seconds, default=plan)
     if less.step_seconds >= plan.step_seconds:
         return plan
-    as_there = replace(how, rewritten=less.rewritten, alternatives=None, other_plans=())
-    again = here(less.program, seeds=[less.schedule], options=as_there)
+    as_there = replace(how, rewritten=less.rewritten, alternatives=None, other_plans=(less,))
+    again = here(less.program, options=as_there)
     return replace(again, smallest_bytes=min(again.smallest_bytes, plan.smallest_bytes))
