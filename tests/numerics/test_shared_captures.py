@@ -1,4 +1,4 @@
-"""From the fifth shape on a symbolic capture serves: the same program, plan and bits as a capture of its own."""
+"""From the third shape on a symbolic capture serves: the same program, plan and bits as a capture of its own."""
 
 from __future__ import annotations
 

@@ -153,6 +153,23 @@ def test_what_is_not_close_to_the_bound_is_searched_for(searches: list[str], mon
     assert searches == ["auto", "smallest", "auto"], "the smallest is known already"
 
 
+def test_where_a_quick_plan_will_do_a_less_good_one_is_fitted(
+    searches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buckets = Buckets()
+    budget = unplanned_bytes(PROGRAM) // 2
+    planned(buckets, PROGRAM, budget)
+    monkeypatch.setattr("ebbtide.planning.shape_plans.WASTE", -0.02)  # nothing can be as good as a bucket's
+    before, other = len(buckets), longer(PROGRAM, 0.9, 0.1)
+    options = PlanningOptions(effort=EFFORT, buckets=buckets, quick=True)
+    plan = make_plan(other, Budget(bytes=budget), resident_bytes=0, options=options)
+    assert plan.provenance.planned is Planned.QUICKLY, "so that it is made better beside training"
+    assert not plan.smallest_is_searched
+    assert check(other, plan.schedule, budget) == []
+    assert len(buckets) == before, "no other shape is held to it"
+    assert searches == ["auto", "smallest"], "of the first shape"
+
+
 def test_a_larger_shape_that_cannot_fit_is_refused_with_its_own_smallest_budget() -> None:
     buckets = Buckets()
     budget = unplanned_bytes(PROGRAM) // 2
@@ -181,7 +198,7 @@ def test_a_fitted_plan_is_legal_within_the_budget_and_no_better_than_the_bound(
     other = longer(program, eighths / 4, spread)
     budget = data.draw(st.integers(1, max(unplanned_bytes(other), 1)))
     seed = data.draw(st.sampled_from([unplanned_schedule(program), _tight(program)]))
-    answer = adapted_to(Problem(other, budget, effort=200, seeds=(seed,)), most_gap=10.0)
+    answer, _ = adapted_to(Problem(other, budget, effort=200, seeds=(seed,)), most_gap=10.0)
     if answer is None:
         return
     assert answer.schedule is not None

@@ -12,9 +12,10 @@ from accelerate import Accelerator
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from torch.nn import functional as F
 
+from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import Refusal, situation, variants
 from situations.run import Run
-from situations.trainers import LENGTHS, OWN_CAPTURES, _Data, expect_many_lengths, tiny_gpt2
+from situations.trainers import LENGTHS, _Data, expect_many_lengths, tiny_gpt2
 
 PRELOAD = ("accelerate", "accelerate.hooks", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
 

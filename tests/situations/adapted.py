@@ -9,12 +9,12 @@ import peft
 import torch
 import transformers as hf
 
+from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import Refusal, situation, variants
 from situations.run import Run
 from situations.trainers import (
     CALLBACK,
     LAST_BATCH,
-    OWN_CAPTURES,
     _Data,
     grouped,
     resumed,

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import variants
 from situations.run import Run
-from situations.trainers import LENGTHS, OWN_CAPTURES, _Data, expect_many_lengths, tiny_gpt2
+from situations.trainers import LENGTHS, _Data, expect_many_lengths, tiny_gpt2
 
 PRELOAD = ("torch.distributed", "torch.nn.parallel.distributed", "transformers.models.gpt2.modeling_gpt2")
 _STORES = itertools.count()

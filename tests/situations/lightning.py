@@ -18,10 +18,10 @@ import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 
+from ebbtide.engine.shared_calls import OWN_CAPTURES
 from ebbtide.errors import BudgetError
 from situations.registry import Refusal, situation, variants
 from situations.run import COUNTS, Run, seed_all
-from situations.trainers import OWN_CAPTURES
 
 PRELOAD = ("lightning.pytorch", "torchmetrics")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

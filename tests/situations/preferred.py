@@ -16,6 +16,7 @@ import transformers as hf
 import trl
 import trl.trainer.utils
 
+from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import situation, variants
 from situations.run import Run, seed_all
 from situations.trainers import (
@@ -23,7 +24,6 @@ from situations.trainers import (
     GROUPED_ROWS,
     LAST_BATCH,
     LENGTHS,
-    OWN_CAPTURES,
     RESUMED,
     _trainer,
     expect_many_lengths,

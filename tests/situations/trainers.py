@@ -12,6 +12,7 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional as F
 
+from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.parts import Chain
 from situations.registry import Refusal, situation, variants
 from situations.run import Run, seed_all
@@ -29,9 +30,7 @@ _BY_NAME = Refusal("UsageError|CaptureError", "forward|compile|training_step|wra
 
 
 LENGTHS = (24, 10, 19, 13, 16, 22, 7)
-"""More than the four shapes that have captures of their own."""
-OWN_CAPTURES = 4
-"""Shapes that have one each; those after them share one (docs/shapes.md)."""
+"""More than the shapes that have captures of their own."""
 
 
 class _Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

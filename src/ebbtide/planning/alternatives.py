@@ -44,6 +44,8 @@ _ABOUT = 0.02
 """How far a budget, as a share, or an overhead may be from another for definition 6."""
 _AS_LITTLE = 1.1
 """Of another shape's overhead, what counts as about as little: costs measured twice differ by as much."""
+_AS_LITTLE_QUICKLY = 1.5
+"""The same where what is found quickly will do: looking at all alternatives takes as long as some dozen steps."""
 _MOST_HINTS = 2
 """Rewrites of other shapes' plans that are tried as they are."""
 _MOST_TRIED = 3
@@ -119,8 +121,8 @@ class Hints:
     most_overhead: float = -1.0
 
     @staticmethod
-    def of(plans: Iterable[Plan], program: Program, above_budget_bytes: int) -> Hints:
-        """What ``plans`` tell of a plan of ``program`` within a budget."""
+    def of(plans: Iterable[Plan], program: Program, above_budget_bytes: int, *, quick: bool = False) -> Hints:
+        """What ``plans`` tell of a plan of ``program`` within a budget; ``quick`` where one found quickly will do."""
         share = above_budget_bytes / max(unplanned_bytes(program), 1)
         alike = [
             plan for plan in plans if plan.rewritten is not None and _share_of(plan, plan.rewritten) >= share - _ABOUT
@@ -129,7 +131,7 @@ class Hints:
             return Hints()
         least = min(plan.overhead for plan in alike)
         rewrites = tuple(plan.rewritten.rewrites for plan in alike if plan.rewritten is not None)
-        return Hints(rewrites, least * _AS_LITTLE + _ABOUT)
+        return Hints(rewrites, least * (_AS_LITTLE_QUICKLY if quick else _AS_LITTLE) + _ABOUT)
 
     @property
     def latest(self) -> list[tuple[Rewrite, ...]]:

@@ -84,7 +84,7 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
         options.quick or asked.held_bytes + _smallest(problem, options, told)[0] <= end_needs
     ):
         raise end_error(asked, program)  # else any plan is too large already
-    problem, known, planned = _known(problem, options)
+    problem, known, planned, is_fitted = _known(problem, options)
     if known is None:
         found = replace(_searched(problem, program, asked), planned=planned)
     else:
@@ -110,7 +110,7 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
     least = above if found.smallest_bytes is None else min(found.smallest_bytes, above)  # a planner may get below it
     is_searched = found.smallest_bytes is not None and (planned is Planned.CACHED or not options.quick)
     kept = CachedAnswer(answer, least if is_searched else None)
-    if planned is not Planned.ADAPTED:
+    if not is_fitted:
         if options.cache is not None and known != kept:
             options.cache.store(options.planner, problem, kept)
         if options.buckets is not None:
@@ -201,20 +201,21 @@ def _floor(problem: Problem) -> tuple[int, int]:
     return floor_with_tiers(problem.program, links) if links else floor_bytes(problem.program)
 
 
-def _known(problem: Problem, options: PlanningOptions) -> tuple[Problem, CachedAnswer | None, Planned]:
-    """The problem as it is to be solved, what is known without a search, and how that was found.
+def _known(problem: Problem, options: PlanningOptions) -> tuple[Problem, CachedAnswer | None, Planned, bool]:
+    """The problem as it is to be solved, what is known without a search, how that was found, and whether it is fitted.
 
     That is this very problem's answer, that of a bucket, or where a quick plan will do an earlier one.
     """
     if (cached := _cached(problem, options)) is not None:
-        return problem, cached, Planned.CACHED
-    fitted = None if options.buckets is None else options.buckets.answer(options.planner, problem)
-    if fitted is not None:
-        return problem, fitted, Planned.ADAPTED
+        return problem, cached, Planned.CACHED, False
+    if options.buckets is not None:
+        fitted = options.buckets.answer(options.planner, problem, quick=options.quick)
+        if fitted is not None:
+            return problem, fitted[0], Planned.ADAPTED if fitted[1] else Planned.QUICKLY, True
     if not options.quick or problem.effort <= QUICK_EFFORT:
-        return problem, None, Planned.SEARCHED
+        return problem, None, Planned.SEARCHED, False
     problem = replace(problem, effort=QUICK_EFFORT)
-    return problem, _cached(problem, options), Planned.QUICKLY
+    return problem, _cached(problem, options), Planned.QUICKLY, False
 
 
 def _planned(planned: Planned, answer: Answer, known: CachedAnswer | None) -> Planned:

@@ -100,7 +100,7 @@ def _plan_of_any(program: Program, asked: Asked) -> Plan:
         with contextlib.suppress(BudgetError):
             if (plan := plan_by(program, alternatives, chosen, plan_one)) is not None:
                 return plan
-    hints = Hints.of(options.other_plans, program, above_budget)
+    hints = Hints.of(options.other_plans, program, above_budget, quick=options.quick)
     if options.quick and unplanned_bytes(program) > above_budget:
         for known in hints.latest:  # as another shape of about as much room
             with contextlib.suppress(BudgetError):

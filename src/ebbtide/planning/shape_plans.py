@@ -5,7 +5,8 @@ Definitions:
 2. A *bucket* is a plan that was searched for one of them. Another shape belongs to it if the plan, fitted to that
    shape's own program (``reductions.adapt``), is proven there to be within :data:`WASTE` of what the search reached:
    its overhead exceeds a bound by at most :data:`WASTE` more than the searched plan exceeded the same bound at home.
-   Where no bucket is known, what the fitting finds from nothing may be good enough, and makes one.
+   Where no bucket is known, what the fitting finds from nothing may be good enough, and makes one. Where a quick plan
+   will do, one within :data:`MORE_WASTE` is given out as such; it is no bucket's.
 3. A shape that belongs to no bucket is searched for, before it runs, and is the first of a new one.
 
 Nothing is assumed about the shapes of a bucket: what is given out was simulated and checked on the shape's own
@@ -30,6 +31,8 @@ PLANNER = "auto"
 
 WASTE = 0.005
 """Of the unplanned step's time, beyond what the search itself left open."""
+MORE_WASTE = 0.03
+"""The same of a plan that is made better beside training."""
 MOST = 32  # buckets of one model; what was used longest ago goes
 NEAREST = 4  # of them are tried, those planned nearest in depth
 STILL_SMALL = 1.05  # a least schedule is one still while its peak over the floor is at most so many times that at home
@@ -54,12 +57,16 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def answer(self, planner: str, problem: Problem) -> CachedAnswer | None:
+    def answer(self, planner: str, problem: Problem, *, quick: bool = False) -> tuple[CachedAnswer, bool] | None:
         """A plan for a shape that was not searched for; ``None`` if it is to be searched for (definitions 2 and 3).
 
         Args:
             planner: other than the default one, a user wants that planner's plans and no others.
             problem: what is asked.
+            quick: whether a quick plan will do.
+
+        Returns:
+            The plan, and whether it is as good as a bucket's.
         """
         from ebbtide.planners.reductions.adapt import adapted_to  # with numba: not before something is planned
 
@@ -71,16 +78,20 @@ class Buckets:
         alike = [each for each in self._buckets if each.structure == structure]
         near = sorted(alike, key=lambda each: abs(each.depth - depth))[:NEAREST]
         most_gap = WASTE + max((each.left_open for each in near), default=0.0)
-        found = adapted_to(replace(problem, seeds=tuple(each.schedule for each in near)), most_gap)
+        found, gap = adapted_to(
+            replace(problem, seeds=tuple(each.schedule for each in near)), most_gap, MORE_WASTE if quick else 0.0
+        )
         if found is None or found.schedule is None:
             return None
+        if gap > most_gap:
+            return CachedAnswer(found, None), False
         if near:
             self._buckets.remove(near[0])
             self._buckets.append(near[0])
         else:
             self.learn(planner, problem, found, None)
         peaks = [simulate(program, each).above_bytes for each in (found.schedule, *self._least_of(structure))]
-        return CachedAnswer(found, min(peaks))
+        return CachedAnswer(found, min(peaks)), True
 
     def smallest(self, problem: Problem) -> tuple[int, Schedule] | None:
         """A schedule of small peak that is known to fit, bytes above the start first; ``None`` if it is to be found.

@@ -25,20 +25,24 @@ EFFORT_SHARE = 10  # a search has this many times the effort
 TURNS = (4, 1)  # one part in so many of that effort is annealed in each turn
 
 
-def adapted_to(problem: Problem, most_gap: float) -> Answer | None:
+def adapted_to(problem: Problem, most_gap: float, more: float = 0.0) -> tuple[Answer | None, float]:
     """The best of ``problem.seeds`` fitted to its program and budget; ``None`` if that is not good enough.
 
     Args:
         problem: its seeds are schedules of programs of the same structure.
-        most_gap: the most overhead above the bound proven here, as a fraction of the unplanned step.
+        most_gap: the overhead above the bound proven here that is to be reached, as a fraction of the unplanned step.
+        more: what it may be above that where it is not reached.
+
+    Returns:
+        The plan, and its overhead above the bound.
     """
     if (kept := keep_all(problem)).status is Status.OPTIMAL:
-        return kept
+        return kept, 0.0
     problem = replace(problem, effort=max(problem.effort // EFFORT_SHARE, 1))
     found = Incumbent(problem)
     quick = quick_bound(problem.program, problem.above_budget_bytes, problem.interrupt, found.state)
     if quick.infeasible:
-        return None
+        return None, 0.0
     found.bound = quick.bound
     for reruns in ([], *seeds_of(problem), quick.reruns or []):
         start_from(found, reruns)
@@ -46,9 +50,10 @@ def adapted_to(problem: Problem, most_gap: float) -> Answer | None:
     for turn, part in enumerate(TURNS):
         if found.overhead - quick.bound > most_gap:
             found.anneal(moves // part, problem.seed + turn)
-    if found.reruns is None or found.overhead - quick.bound > most_gap or problem.interrupt:
-        return None
-    return checked(problem, found, {"moves": str(moves)}, PROGRAM_ORDER)
+    gap = found.overhead - quick.bound
+    if found.reruns is None or gap > most_gap + more or problem.interrupt:
+        return None, gap
+    return checked(problem, found, {"moves": str(moves)}, PROGRAM_ORDER), gap
 
 
 def gap_of(problem: Problem, overhead: float) -> float:
