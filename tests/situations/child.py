@@ -74,6 +74,7 @@ def _scouted() -> list[str]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(reader)  # whose other end may have given up
         try:
             with tempfile.TemporaryDirectory() as caches:
                 os.environ["XDG_CACHE_HOME"] = caches
@@ -85,7 +86,7 @@ def _scouted() -> list[str]:
         finally:
             os._exit(0)
     os.close(writer)
-    names = (_read(reader, 120.0) or "").splitlines()
+    names = (_read(reader, 600.0) or "").splitlines()
     os.close(reader)
     os.waitpid(child, 0)
     return names

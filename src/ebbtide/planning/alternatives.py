@@ -4,7 +4,9 @@
 2. Else the *free* ones, which take no time, are held against it: all are ranked by what a quick plan takes, and the
    first that can be planned in earnest is. If that adds no time, it is the plan.
 3. The others are ranked likewise, by estimated costs. One that takes more unplanned than the best plan so far cannot
-   win, and one whose floor is above the budget cannot fit.
+   win, and one whose floor is above the budget cannot fit. Of those that differ in the sizes of their slices alone, the
+   last has the least floor; from there on they are made as long as they fit and take no more time than the one before,
+   since each is a copy of a whole graph.
 4. The best of them, with the free rewrites of what they leave, get their costs measured, and what they take for
    granted, and are planned in earnest: the best of each form first, since where the estimates of one form are wrong
    they are so for slices of any size. The plan of least predicted time wins.
@@ -34,7 +36,7 @@ from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "plan_by"]
+__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "forms_of", "plan_by"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
@@ -98,13 +100,14 @@ class Alternative:
     @property
     def forms(self) -> _Forms:
         """Its forms in their places, without the sizes of their slices and free rewrites besides."""
-        return _forms_of(self.rewrites)
+        return forms_of(self.rewrites)
 
 
 _Forms = frozenset[tuple[str, str, str]]
 
 
-def _forms_of(rewrites: Iterable[Rewrite]) -> _Forms:
+def forms_of(rewrites: Iterable[Rewrite]) -> frozenset[tuple[str, str, str]]:
+    """Their forms in their places, without the sizes of their slices."""
     return frozenset((one.rule, one.at, one.form) for one in rewrites)
 
 
@@ -140,7 +143,7 @@ class Hints:
 
     def has(self, each: Alternative) -> bool:
         """Whether one of the plans has rewritten what ``each`` does, free rewrites besides."""
-        return any(each.forms and each.forms <= _forms_of(rewrites) for rewrites in self.rewrites)
+        return any(each.forms and each.forms <= forms_of(rewrites) for rewrites in self.rewrites)
 
 
 class Alternatives(Iterable[Alternative]):
@@ -282,7 +285,7 @@ class _Search:
 
     def _look_at_others(self, others: Sequence[Alternative]) -> None:
         tried = 0
-        for each in _of_each_form(self._ranked([*_that_may_fit(others, self.above_budget_bytes, self.links)])):
+        for each in _of_each_form(self._ranked([*_worth_a_rank(others, self.above_budget_bytes, self.links)])):
             if self.tries.best is not None and each.estimated.seconds >= self.tries.best.step_seconds:
                 continue
             tried += any(map(self.tries.plan, self._with_free(each)))
@@ -317,15 +320,27 @@ def _of_each_form(ranked: Sequence[Alternative]) -> list[Alternative]:
     return [each for _, _, each in sorted(rounds, key=lambda entry: entry[:2])]
 
 
-def _that_may_fit(
+def _by_form(alternatives: Iterable[Alternative]) -> list[list[Alternative]]:
+    """Those of the same forms in the same places together; the last of each has the least floor."""
+    found: dict[_Forms, list[Alternative]] = {}
+    for each in alternatives:
+        found.setdefault(each.forms, []).append(each)
+    return [*found.values()]
+
+
+def _worth_a_rank(
     alternatives: Iterable[Alternative], above_budget_bytes: int, links: Mapping[str, Link] | None
 ) -> Iterator[Alternative]:
-    """Those whose floor is within the budget; in the place of others, themselves with free rewrites besides."""
-    for each in alternatives:
-        if _floor(each.estimated, links) <= above_budget_bytes:
-            yield each
-        else:
-            yield from each.refined()
+    """Those of definition 3; in the place of one that does not fit, itself with free rewrites besides."""
+    for alike in _by_form(alternatives):
+        least = float("inf")
+        for each in reversed(alike):
+            ones = [each] if _floor(each.estimated, links) <= above_budget_bytes else each.refined()
+            fitting = [one for one in ones if _floor(one.estimated, links) <= above_budget_bytes]
+            if not fitting or _rounded(each.estimated.seconds) > least:
+                break
+            least = _rounded(each.estimated.seconds)
+            yield from fitting
 
 
 class _Tries:
@@ -371,8 +386,9 @@ class _Tries:
 def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
     refused = len(tries.refusals)
-    refined = [one for each in alternatives for one in each.refined()]
-    for each in _by_floor([*alternatives, *refined]):
+    last = [alike[-1] for alike in _by_form(alternatives)]
+    refined = [one for each in last for one in each.refined()]
+    for each in _by_floor([*last, *refined]):
         if each.why_not():  # what is not known to hold here refuses nothing
             continue
         if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(each):
@@ -392,6 +408,11 @@ def _floor(program: Program, links: Mapping[str, Link] | None) -> int:
     return (floor_with_tiers(program, links) if links else floor_bytes(program))[0]
 
 
+def _rounded(seconds: float) -> float:
+    """Sums in another order differ in their last digits."""
+    return float(f"{seconds:.9g}")
+
+
 def _ranked(
     program: Program,
     alternatives: Sequence[Alternative],
@@ -402,9 +423,9 @@ def _ranked(
     greedy = planner_named("greedy")
     ranked: list[tuple[float, int, Alternative]] = []
     best = float("inf")
-    # Sums in another order differ in their last digits. Of what takes the same, that of the least floor comes first.
+    # Of what takes the same, that of the least floor comes first.
     candidates = [
-        (float(f"{each.estimated.seconds:.9g}"), _floor(each.estimated, links), index)
+        (_rounded(each.estimated.seconds), _floor(each.estimated, links), index)
         for index, each in enumerate(alternatives)
     ]
     for position, (unplanned, floor, index) in enumerate(sorted(candidates)):
