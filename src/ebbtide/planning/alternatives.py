@@ -36,7 +36,7 @@ from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "forms_of", "plan_by"]
+__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "forms_of", "lowest_of_each_form", "plan_by"]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
@@ -328,6 +328,11 @@ def _by_form(alternatives: Iterable[Alternative]) -> list[list[Alternative]]:
     return [*found.values()]
 
 
+def lowest_of_each_form(alternatives: Iterable[Alternative]) -> list[Alternative]:
+    """Of those of the same forms in the same places, the one of the least floor."""
+    return [alike[-1] for alike in _by_form(alternatives)]
+
+
 def _worth_a_rank(
     alternatives: Iterable[Alternative], above_budget_bytes: int, links: Mapping[str, Link] | None
 ) -> Iterator[Alternative]:
@@ -386,9 +391,9 @@ class _Tries:
 def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
     refused = len(tries.refusals)
-    last = [alike[-1] for alike in _by_form(alternatives)]
-    refined = [one for each in last for one in each.refined()]
-    for each in _by_floor([*last, *refined]):
+    lowest = lowest_of_each_form(alternatives)
+    refined = [one for each in lowest for one in each.refined()]
+    for each in _by_floor([*lowest, *refined]):
         if each.why_not():  # what is not known to hold here refuses nothing
             continue
         if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(each):
