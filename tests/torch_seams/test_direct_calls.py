@@ -91,6 +91,16 @@ def test_what_the_trace_has_no_value_of_is_called_as_it_was_captured() -> None:
     assert torch.equal(boxed_callable(_module(node))([SQUARE, OTHER])[0], SQUARE @ OTHER)
 
 
+@pytest.mark.parametrize("call", [(aten.rand.default, [4]), (aten.bernoulli.p, torch.ones(4), 0.5)])
+def test_looking_for_a_function_draws_no_number(call: tuple[Any, ...]) -> None:
+    node = _node(*call)
+    for each in node.all_input_nodes:
+        each.meta["val"] = torch.ones(4)  # as of a constant, which the trace has itself
+    state = torch.get_rng_state()
+    boxed_callable(_module(node))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 class _Doubling(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

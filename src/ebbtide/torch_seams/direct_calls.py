@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["boxed_callable", "eager_function"]
 
@@ -115,15 +118,20 @@ def _form(value: Any) -> object:
 
 
 def _found(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    if not tensors or not all(map(_computes_nothing, tensors)):
+        return None  # what makes tensors would do so, and draw numbers; a default device concerns its function besides
     wanted = _calls(target, args, kwargs)
     if wanted is None or len(wanted) != 1 or wanted[0][0] is not target:
         return None
-    if not any(isinstance(each, torch.Tensor) for each in args):
-        return None  # which makes tensors: a default device concerns its function
     name = target._schema.name.partition("::")[2]
     functions = [function for holder in _HOLDERS if (function := getattr(holder, name, None)) is not None]
     fit = (each for each in functions if _is_builtin(each) and _same(_calls(each, args, kwargs), wanted))
     return next(fit, None)
+
+
+def _computes_nothing(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def _is_builtin(function: object) -> bool:
