@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,15 @@ class Times:
 
     def median_ratio(self, base: Times) -> float:
         return statistics.median(a / b for a, b in zip(self.seconds, base.seconds, strict=True))
+
+    def median_ratio_interval(self, base: Times) -> tuple[float, float]:
+        """Where :meth:`median_ratio` lies at 95 % and more, by its order statistics; of few rounds, all of them."""
+        ratios = sorted(a / b for a, b in zip(self.seconds, base.seconds, strict=True))
+        count, outside, below = len(ratios), 0.0, 0
+        while (outside := outside + math.comb(count, below) / 2**count) <= 0.025:
+            below += 1  # so many may be left out on either side
+        below = max(below - 1, 0)
+        return ratios[below], ratios[-1 - below]
 
 
 def interleaved(

@@ -184,6 +184,43 @@ def test_short_calls_are_timed_in_rounds_so_that_what_disturbs_one_has_gone_by_a
     assert len(turns) == 10
 
 
+class _Disturbed:
+    """A call whose runs take what ``seconds`` says, the last of these from then on; a clock that only it moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+        self.seconds, self.runs, self.at = seconds, 0, 1.0
+        for clock in ("thread_time", "process_time", "perf_counter"):
+            monkeypatch.setattr(f"ebbtide.cost.profile.time.{clock}", lambda: self.at)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.at += self.seconds[min(self.runs, len(self.seconds) - 1)]
+        self.runs += 1
+        return x.neg()
+
+    def cost(self) -> Cost:
+        self.runs = 0
+        long = replace(call(ATEN.neg.default, spec(1024, 1024)), target=self)
+        (cost,) = profile_calls([long], "cpu").values()
+        return cost
+
+
+def test_what_rounds_do_not_agree_on_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = _Disturbed(monkeypatch, 0.01)
+    assert quiet.cost() == replace(quiet.cost(), seconds=pytest.approx(0.01), steady=True)
+    undisturbed = quiet.runs
+    busy = _Disturbed(monkeypatch, *[0.05] * (undisturbed - 1), 0.01)
+    assert busy.cost().seconds == pytest.approx(0.01), "the least of all rounds"
+    assert busy.cost().steady
+    assert busy.runs > undisturbed
+    for_good = _Disturbed(monkeypatch, *(0.01 * 2.0**run for run in range(60)))
+    assert not for_good.cost().steady
+    assert for_good.runs < 60, "and is not waited for"
+
+
+def test_short_calls_jitter_and_are_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _Disturbed(monkeypatch, *(1e-6 * 1.5**run for run in range(11))).cost().steady
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_time_in_which_no_thread_has_a_core_is_not_an_ops(threads: int) -> None:
     def target(x: torch.Tensor) -> torch.Tensor:
@@ -345,6 +382,23 @@ def test_a_plan_says_how_much_is_estimated(
     assert len(json.loads(cache_file.read_text())["costs"]) == 3, "an estimate is not kept"
     case = mlp_chain(8, layers=2, width=8)
     assert ebbtide.plan(case.model, case.args, budget="1MiB").provenance.costs is Costs.PARTLY
+
+
+def test_what_is_not_steady_is_told_and_taken_anew_by_the_next_process(
+    joint: Captured, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "_KNOWN", {})
+    measured = profile_calls(joint.calls, "cpu")
+    busy = next(iter(measured))
+    unsteady = {**measured, busy: replace(measured[busy], steady=False)}
+    monkeypatch.setattr(attach, "profile_calls", lambda calls, device: unsteady)
+    attach.with_measured_costs(joint.program, joint.calls, "cpu")
+    costs, words = attach.costs_of(joint.calls, "cpu")
+    assert (costs, words) == (
+        Costs.MEASURED,
+        f"the machine was busy: the seconds of 1 of {len(measured)} distinct ops are doubtful, and not kept",
+    )
+    assert busy not in json.loads(CostCache(device_context("cpu")).path.read_text())["costs"]
 
 
 def test_a_profiler_at_the_first_call_is_named(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

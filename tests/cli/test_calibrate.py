@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "cache_directory", lambda: tmp_path / "cache")
     monkeypatch.setattr(costs, "_SIZE", 64)
     monkeypatch.setattr(costs, "_VECTOR_BYTES", 2**16)
+    monkeypatch.setattr(costs, "_APART", float("inf"))
+    monkeypatch.setattr(costs, "_LEAST_USED", 0.0)
     monkeypatch.setattr(links, "_PROBE_BYTES", 2**20)
     monkeypatch.setattr(links, "_PIECE_BYTES", 2**18)
     monkeypatch.setattr(links, "_SMALL_BYTES", 2**12)
@@ -43,6 +46,26 @@ def test_what_is_measured_is_told_kept_and_used(tmp_path: Path) -> None:
     assert 0 < measured.launch_seconds < 1
     assert "ebbtide calibrate" in measured.sources["flops"]
     assert links.is_measured(tmp_path)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("_APART", -1.0), ("_LEAST_USED", float("inf"))])
+def test_on_a_busy_machine_nothing_is_kept(
+    limit: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, limit, value)  # no two rounds take the same time, and none has a core for longer
+    result = CliRunner().invoke(app, ["calibrate", "--tiers", f"disk:{tmp_path}"])
+    assert result.exit_code == 1
+    assert "other work has disturbed this (arithmetic in float32, " in result.stderr
+    assert "kept in" not in result.stdout
+    assert machine_named("cpu") == catalogue()["cpu"]
+    assert not links.is_measured(tmp_path)
+    told = CliRunner().invoke(app, ["calibrate", "--json", "--tiers", f"disk:{tmp_path}"])
+    assert json.loads(told.stdout)["disturbed"]
+
+
+def test_a_round_that_waits_for_its_core_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_LEAST_USED", 0.9)
+    assert costs._best(lambda: time.sleep(0.002), 1).disturbed
 
 
 def test_as_json(tmp_path: Path) -> None:

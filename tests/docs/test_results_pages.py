@@ -32,6 +32,7 @@ ALONE = {
     "structure",
     "torch_versions",
     "trainers",
+    "truth",
 }
 """Benchmarks that race nobody: one that is added here loses its peer on purpose."""
 

@@ -114,6 +114,13 @@ def test_chains_of_views_are_folded(joint: Captured) -> None:
     assert kept < captured
 
 
+def test_a_weight_that_is_transposed_twice_is_the_weight(joint: Captured) -> None:
+    transpose = torch.ops.aten.t.default
+    assert any(n.target is transpose and n.args[0].target is transpose for n in joint.graph.nodes)
+    for graph in (lowered_by(joint, None).forward, lowered_by(joint, None).backward):
+        assert not any(n.target is transpose and n.args[0].target is transpose for n in graph.graph.nodes)
+
+
 def test_every_buffer_that_is_made_is_marked(joint: Captured) -> None:
     lowered = lowered_by(joint, None)
     made = [n.meta[MAKES] for g in (lowered.forward, lowered.backward) for n in g.graph.nodes if MAKES in n.meta]

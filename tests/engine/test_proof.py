@@ -83,6 +83,14 @@ def change_the_type_of_a_constant(_: Captured, lowered: Lowered) -> None:
     node.args = (node.args[0], node.args[1], 0)  # False == 0, yet it is another overload to some callers
 
 
+def leave_a_transpose_out(_: Captured, lowered: Lowered) -> None:
+    node = calls(lowered, ATEN.addmm.default)[0]
+    transposed = node.args[2]
+    assert isinstance(transposed, fx.Node)
+    assert transposed.target is ATEN.t.default
+    node.update_arg(2, transposed.args[0])
+
+
 def call_something_else(_: Captured, lowered: Lowered) -> None:
     calls(lowered, ATEN.add.Tensor)[0].target = ATEN.sub.Tensor
 
@@ -207,6 +215,7 @@ TAMPERINGS: list[Callable[[Captured, Lowered], None]] = [
     swap_arguments,
     change_a_constant,
     change_the_type_of_a_constant,
+    leave_a_transpose_out,
     call_something_else,
     add_a_keyword,
     run_again_without_replay,

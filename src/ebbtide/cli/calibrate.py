@@ -61,8 +61,8 @@ def calibrate(
         }
         if found.card_link is not None:
             links["host"] = {**asdict(found.card_link), "source": found.card_source}
-        write_json({**machine.to_json(), "links": links, "path": found.path})
-        return
+        write_json({**machine.to_json(), "links": links, "path": found.path, "disturbed": found.disturbed})
+        raise typer.Exit(1 if found.disturbed else 0)
     rates = ", ".join(f"{rate / 1e9:.1f} in {dtype}" for dtype, rate in machine.flops.items())
     print("this machine")
     print(f"  arithmetic {rates}, 10^9 per second")
@@ -85,6 +85,10 @@ def calibrate(
             f"  {'':<10} {format_seconds(link.latency_seconds)} for each transfer besides; computing loses "
             f"{format_percent(link.compute_share)} of a transfer's time"
         )
+    if found.disturbed:
+        what = ", ".join(found.disturbed)
+        print(f"  not kept: other work has disturbed this ({what}); again on an idle machine", file=sys.stderr)
+        raise typer.Exit(1)
     if found.path:
         print(f"  kept in    {found.path}")
     else:

@@ -75,7 +75,7 @@ def _measure(program: Program, calls: Sequence[Call], device: str, costs: dict[s
             remedy="run the first step outside of it",
         ) from None
     costs.update(measured)
-    cache.add({key: cost for key, cost in measured.items() if cost.timed})
+    cache.add({key: cost for key, cost in measured.items() if cost.timed and cost.steady})
 
 
 def _forked() -> None:
@@ -92,6 +92,10 @@ def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:
     known = _costs_in(CostCache(device_context(device)))
     signatures = {call.signature for call in calls}
     estimated = sum(1 for each in signatures if each not in known or not known[each].timed)
+    unsteady = sum(1 for each in signatures if each in known and not known[each].steady)
+    if not estimated and unsteady:
+        ops = f"{unsteady} of {len(signatures)} distinct ops"
+        return Costs.MEASURED, f"the machine was busy: the seconds of {ops} are doubtful, and not kept"
     if not estimated:
         return Costs.MEASURED, ""
     return Costs.PARTLY, f"the seconds of {estimated} of {len(signatures)} distinct ops are by roofline"

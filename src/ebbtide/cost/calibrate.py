@@ -3,7 +3,8 @@
 Definitions:
 1. A *rate* is the best of :data:`_ROUNDS` rounds: other jobs can only make a round slower. Arithmetic is that of a
    product of two square matrices, memory the traffic of an addition of two vectors far larger than any cache (two reads
-   and a write), the least time that of an addition of two scalars.
+   and a write), the least time that of an addition of two scalars. It is *disturbed* where the second best round is
+   longer by :data:`_APART`, or where the best has waited for a core: then links are not measured, and nothing is kept.
 2. A link is measured through the lane that steps use (``transfers.links``): each way alone and against computing. Both
    ways at once are measured with two lanes, to tell what the disk itself could do; a step uses one.
 3. The machine that comes out replaces the catalogue's ``cpu`` wherever a cost has to be estimated, until it is measured
@@ -29,6 +30,7 @@ from ebbtide.transfers.tiers import open_tiers
 __all__ = ["Calibration", "calibrate"]
 
 _ROUNDS = 7
+_APART, _LEAST_USED = 0.25, 0.9
 _MOST_SECONDS = 2.0  # for all rounds: some dtypes have no kernel that is worth the name
 _SIZE = 768  # of the matrices
 _VECTOR_BYTES = 64 * 2**20
@@ -45,6 +47,7 @@ class Calibration:
         path: of the machine file; empty if it could not be written.
         card_link: the current card's to the host, if it was asked for, at the rates that were measured.
         card_source: where that is from, in words.
+        disturbed: what others' work has changed, in words; nothing is kept then.
     """
 
     machine: Machine
@@ -52,6 +55,7 @@ class Calibration:
     path: str
     card_link: Link | None = None
     card_source: str = ""
+    disturbed: tuple[str, ...] = ()
 
 
 def calibrate(tiers: Sequence[Tier], tell: Callable[[str], None] = lambda _: None) -> Calibration:
@@ -68,69 +72,86 @@ def calibrate(tiers: Sequence[Tier], tell: Callable[[str], None] = lambda _: Non
     of_card = [tier for tier in tiers if tier.directory is None and torch.cuda.is_available()]
     opened = open_tiers([tier for tier in tiers if tier not in of_card], "cpu")
     hosts = open_tiers(of_card, "cuda")
+    found: dict[str, _Best] = {}
+
+    def measured(what: str, work: Callable[[], object], repeat: int = 1) -> float:
+        tell(what)
+        found[what] = _best(work, repeat)
+        return found[what].seconds
+
     flops: dict[str, float] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
-        tell(f"arithmetic in {name}")
-        flops[name] = _flops(dtype)
-    tell("memory")
-    bandwidth = _bandwidth()
-    tell("the least time of an op")
-    launch = _launch_seconds()
+        flops[name] = 2.0 * _SIZE**3 / measured(f"arithmetic in {name}", _product(dtype))
+    bandwidth = 3.0 * _VECTOR_BYTES / measured("memory", _addition())
+    launch = measured("the least time of an op", _scalar_addition(), 1000)
+    disturbed = tuple(what for what, best in found.items() if best.disturbed)
     links: dict[str, Link] = {}
     together: dict[str, float] = {}
-    for name, tier in opened.items():
+    for name, tier in opened.items() if not disturbed else ():
         assert isinstance(tier, DiskTier)
         tell(f"the link to {tier.directory}")
         links[name] = measured_link(tier, anew=True)
         together[name] = together_bytes_per_second(tier)
     card_link, card_source = None, ""
-    for tier in hosts.values():
+    for tier in hosts.values() if not disturbed else ():
         assert isinstance(tier, HostTier)
         tell("the card's link to the host")
         card_link, card_source = measured_host_link(tier, anew=True)
     threads = torch.get_num_threads()
     source = f"ebbtide calibrate, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
     default = catalogue()["cpu"]
-    measured = ("flops", "bytes_per_second", "launch_seconds")
+    rates = ("flops", "bytes_per_second", "launch_seconds")
     machine = replace(
         default,
         flops=flops,
         bytes_per_second=bandwidth,
         launch_seconds=launch,
-        sources={**default.sources, **dict.fromkeys(measured, source)},
+        sources={**default.sources, **dict.fromkeys(rates, source)},
     )
-    path = keep_machine(machine)
+    path = None if disturbed else keep_machine(machine)
     kept = "" if path is None else str(path)
-    return Calibration(replace(machine, links=links), together, kept, card_link, card_source)
+    return Calibration(replace(machine, links=links), together, kept, card_link, card_source, disturbed)
 
 
-def _best(work: Callable[[], object], repeat: int = 1) -> float:
-    """Seconds of one ``work`` (definition 1)."""
+@dataclass(frozen=True)
+class _Best:
+    """Seconds of the best round, and whether it is disturbed (definition 1)."""
+
+    seconds: float
+    disturbed: bool
+
+
+def _best(work: Callable[[], object], repeat: int) -> _Best:
+    """Seconds of one ``work``."""
     work()
-    found, first = float("inf"), time.perf_counter()
+    rounds: list[tuple[float, float]] = []
+    first = time.perf_counter()
     for _ in range(_ROUNDS):
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         if begin - first > _MOST_SECONDS:
             break
         for _ in range(repeat):
             work()
-        found = min(found, (time.perf_counter() - begin) / repeat)
-    return max(found, 1e-9)
+        rounds.append((time.perf_counter() - begin, time.process_time() - used))
+    rounds.sort()
+    (best, used), others = rounds[0], rounds[1:]
+    apart = bool(others) and others[0][0] > (1 + _APART) * best
+    return _Best(max(best / repeat, 1e-9), apart or used < _LEAST_USED * best)
 
 
-def _flops(dtype: torch.dtype) -> float:
+def _product(dtype: torch.dtype) -> Callable[[], object]:
     one, two = torch.ones(_SIZE, _SIZE, dtype=dtype), torch.ones(_SIZE, _SIZE, dtype=dtype)
     out = torch.empty_like(one)
-    return 2.0 * _SIZE**3 / _best(lambda: torch.mm(one, two, out=out))
+    return lambda: torch.mm(one, two, out=out)
 
 
-def _bandwidth() -> float:
+def _addition() -> Callable[[], object]:
     one, two = (torch.ones(_VECTOR_BYTES // 4) for _ in range(2))
     out = torch.empty_like(one)
-    return 3.0 * _VECTOR_BYTES / _best(lambda: torch.add(one, two, out=out))
+    return lambda: torch.add(one, two, out=out)
 
 
-def _launch_seconds() -> float:
+def _scalar_addition() -> Callable[[], object]:
     one, out = torch.ones(()), torch.empty(())
-    return _best(lambda: torch.add(one, one, out=out), repeat=1000)
+    return lambda: torch.add(one, one, out=out)

@@ -3,12 +3,13 @@
 1. Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes; no data
    dependence of bytes has been seen. Only one op's tensors exist at a time, in the room that there is (``room``).
 2. Bytes are measured for every call: one run for the caches that a kernel's first use sets up, one that is recorded.
-3. Seconds are the least of a number of runs that follows from the call alone, more for short ones; of a long one with
-   one thread, of these two. No clock decides how much is measured: a busy machine measures no more and no less than a
-   quiet one. With one thread they are its own
-   CPU time, which does not see who else uses the machine. With several they are time that goes by, and whatever else
-   runs takes a core for milliseconds, longer than all runs of a short call: so these are made a few at a time, in
-   *rounds* over all calls. What disturbs one round has gone by another.
+3. Seconds are the least of a number of runs that follows from the call alone, more for short ones. With one thread
+   they are its own CPU time, with several time that goes by. Whoever shares the machine makes both longer, CPU time by
+   up to two, for longer than all runs of a call take. So these are made a few at a time, in *rounds* over all calls:
+   what disturbs one round has gone by another, or is there for all calls alike, and a plan depends on their ratios.
+   Calls for which no two rounds agree on the least within :data:`_AGREES` are run again, a few rounds at most, if they
+   are no short ones and no small part of a step: a quiet machine makes none of these. Where the rounds are still
+   :data:`_DOUBTFUL` apart the seconds are *not steady*: they serve this process, and are taken anew by the next.
 4. On CUDA seconds are the device's between two events, of runs that are all launched before the first begins: what the
    host takes to launch one is no part of them, as it is none of a step that keeps the device busy.
 5. At most :data:`MOST_TIMED` calls are timed, those that move the most bytes. The seconds of the others are
@@ -20,7 +21,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,8 +48,13 @@ MOST_TIMED = 256
 _RELEASE = ("aten", "prims")
 """Namespaces of ops whose memory goes with their results."""
 # Definition 3: the least is what the op takes undisturbed, and machines are shared.
+_AGREES, _DOUBTFUL = 0.1, 0.25
+_MOST_AGAIN = 4
+_SHORT_SECONDS = 1e-4
+_SMALL_PART = 0.01
+"""Of the seconds of all calls."""
 _LEAST_RUNS = 3
-"""Of calls that take a hundredth of a second and more; with one thread the runs for caches and bytes do for these."""
+"""Of calls that take a hundredth of a second and more; the runs for caches and bytes are two of them."""
 _MOST_RUNS = 30
 _RUNS_OF_A_ROUND = 6
 """The first finds caches as another call has left them."""
@@ -90,12 +97,14 @@ class Cost:
         workspace_bytes: the peak while it runs beyond its outputs.
         kept_bytes: per output, bytes of the storage that it keeps, as the device's allocator takes them.
         timed: whether the seconds are measured, by definition 5.
+        steady: whether they may be kept, by definition 3.
     """
 
     seconds: float
     workspace_bytes: int
     kept_bytes: tuple[int, ...] = ()
     timed: bool = True
+    steady: bool = True
 
 
 def run_alone(call: Call) -> Any:
@@ -150,13 +159,10 @@ def _profile_on_cpu(call: Call, runs: int) -> Cost:
     peak = _recorded_on_cpu(call, args, kwargs)
     again = time.thread_time() - begin
     workspace = peak - sum(kept)
-    alone = torch.get_num_threads() == 1
-    if alone and runs == _LEAST_RUNS and min(first, again) > 0:
+    if torch.get_num_threads() == 1 and runs == _LEAST_RUNS and min(first, again) > 0:
         seconds = min(first, again)
-        if not _is_torchs(call):  # which may be many ops: recording takes time at each
-            seconds = min(seconds, _seconds_on_cpu(call, args, kwargs, 1))
     else:
-        seconds = _seconds_on_cpu(call, args, kwargs, runs if alone else min(runs, _RUNS_OF_A_ROUND))
+        seconds = _seconds_on_cpu(call, args, kwargs, min(runs, _RUNS_OF_A_ROUND))
     return Cost(seconds, max(workspace, 0), kept)
 
 
@@ -186,18 +192,46 @@ def _seconds_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], 
     return seconds
 
 
-def _timed_in_rounds(costs: dict[str, Cost], calls: Sequence[Call], runs: Mapping[str, int]) -> None:
-    """Put into ``costs``, which have the first round, what later ones find (definition 3)."""
-    for done in range(_RUNS_OF_A_ROUND, _MOST_RUNS, _RUNS_OF_A_ROUND):
-        for call in calls:
-            left = min(runs[call.signature] - done, _RUNS_OF_A_ROUND)
-            known = costs.get(call.signature)
-            if left <= 0 or known is None or known.seconds == float("inf"):
-                continue
-            args, kwargs = arguments_for(call)
-            found = _seconds_on_cpu(call, args, kwargs, left)
-            del args, kwargs
-            costs[call.signature] = replace(known, seconds=min(known.seconds, found))
+def _timed_in_rounds(
+    costs: dict[str, Cost], calls: Sequence[Call], runs: Mapping[str, int], counts: Mapping[str, int]
+) -> None:
+    """Put into ``costs``, which have the first round, what later ones find (definition 3).
+
+    Args:
+        costs: by signature.
+        calls: distinct ones.
+        runs: how often each is run, if nothing disturbs that.
+        counts: how often each is in the step.
+    """
+    timed = [call for call in calls if call.signature in costs and costs[call.signature].seconds < float("inf")]
+    least = {call.signature: [costs[call.signature].seconds] for call in timed}  # of each round
+
+    def go_round(some: Iterable[Call], left: Callable[[int], int]) -> None:
+        for call in some:
+            if (count := left(runs[call.signature])) > 0:
+                args, kwargs = arguments_for(call)
+                least[call.signature].append(_seconds_on_cpu(call, args, kwargs, count))
+                del args, kwargs
+
+    go_round(timed, lambda wanted: min(max(wanted - _RUNS_OF_A_ROUND, 1), _RUNS_OF_A_ROUND))
+    for done in range(2 * _RUNS_OF_A_ROUND, _MOST_RUNS, _RUNS_OF_A_ROUND):
+        go_round(timed, lambda wanted, done=done: min(wanted - done, _RUNS_OF_A_ROUND))
+    for _ in range(_MOST_AGAIN):
+        go_round(_apart(timed, least, counts, _AGREES), lambda wanted: min(max(wanted // 2, 1), _RUNS_OF_A_ROUND))
+    unsteady = {call.signature for call in _apart(timed, least, counts, _DOUBTFUL)}
+    for key, found in least.items():
+        costs[key] = replace(costs[key], seconds=min(found), steady=key not in unsteady)
+
+
+def _apart(calls: Sequence[Call], least: Mapping[str, list[float]], counts: Mapping[str, int], by: float) -> list[Call]:
+    """Those of ``calls`` of which no two rounds agree on the least, and that are neither short nor a small part."""
+    part = _SMALL_PART * sum(counts[call.signature] * min(least[call.signature]) for call in calls)
+    found: list[Call] = []
+    for call in calls:
+        first, second = sorted(least[call.signature])[:2]
+        if first >= _SHORT_SECONDS and second > (1 + by) * first and counts[call.signature] * first > part:
+            found.append(call)
+    return found
 
 
 def _profile_on_cuda(call: Call, runs: int) -> Cost:
@@ -229,14 +263,15 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     The generators are left as they were.
 
     Args:
-        calls: any number, each signature is run once.
+        calls: of a step; each signature is run once.
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
         ProfilerActive: on CPU, if a profiler is active already.
         UnexpectedResult: if a call returns something else than its fake outputs say.
     """
-    distinct = {call.signature: call for call in calls}
+    calls = list(calls)
+    distinct, counts = {call.signature: call for call in calls}, Counter(call.signature for call in calls)
     largest = sorted(distinct.values(), key=lambda call: (-traffic_bytes(call), call.signature))
     nominal = {call.signature: roofline_seconds(call, machine_named("cpu")) for call in largest}
     runs = {
@@ -255,8 +290,8 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
                 costs[call.signature] = Cost(float("inf"), _input_bytes(call))
             except NotProfiled:
                 continue
-        if device == "cpu" and torch.get_num_threads() > 1:
-            _timed_in_rounds(costs, largest, runs)
+        if device == "cpu":
+            _timed_in_rounds(costs, largest, runs, counts)
     timed = {key: cost.seconds for key, cost in costs.items() if cost.seconds < float("inf")}
     scale = statistics.median([seconds / nominal[key] for key, seconds in timed.items()] or [1.0])
     for key in costs.keys() - timed.keys():

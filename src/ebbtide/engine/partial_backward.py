@@ -17,7 +17,7 @@ from ebbtide.capture.joint import Captured
 from ebbtide.lower.lowering import lower
 from ebbtide.step.schedule import Schedule
 from ebbtide.torch_seams.autograd import will_run
-from ebbtide.torch_seams.graphs import boxed_codegen
+from ebbtide.torch_seams.direct_calls import boxed_callable
 
 __all__ = ["PartialBackwards"]
 
@@ -56,5 +56,4 @@ def _without(backward: fx.GraphModule, left_out: frozenset[int]) -> Callable[[li
     gradients: Sequence[Any] = output.args[0]  # type: ignore[assignment]
     output.args = (tuple(None if i in left_out else each for i, each in enumerate(gradients)),)
     backward.graph.eliminate_dead_code()
-    boxed_codegen(backward)
-    return backward.forward
+    return boxed_callable(backward)

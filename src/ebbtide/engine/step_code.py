@@ -22,7 +22,7 @@ from ebbtide.lower.proof import prove
 from ebbtide.optimizer.in_step.updates import updates_in
 from ebbtide.report.plan import Plan
 from ebbtide.step.schedule import Schedule
-from ebbtide.torch_seams.graphs import boxed_codegen
+from ebbtide.torch_seams.direct_calls import boxed_callable
 from ebbtide.transfers.arena import Arena
 from ebbtide.transfers.paths import TransferPath
 from ebbtide.transfers.slots import Slot
@@ -152,6 +152,4 @@ def _handed_out(captured: Captured) -> Iterator[int]:
 
 def callables_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Callables:
     """The graphs' generated code, which takes its arguments as one list and empties it: no frame keeps them."""
-    for module in (forward, backward):
-        boxed_codegen(module)
-    return Callables(forward.forward, backward.forward)
+    return Callables(boxed_callable(forward), boxed_callable(backward))

@@ -22,7 +22,7 @@ from ebbtide.capture.traits import keeps_storage
 from ebbtide.cost.call import extent_of
 from ebbtide.lower.targets import arrive, offload, reload, settle
 
-__all__ = ["CLAIM", "MAKES", "Emitter", "is_whole"]
+__all__ = ["CLAIM", "MAKES", "Emitter", "is_whole", "twice_transposed"]
 
 CLAIM = "ebbtide_claim"
 """Key in a lowered node's meta: the joint node whose value it holds (read by the proof)."""
@@ -67,6 +67,19 @@ def is_whole(base: fx.Node) -> bool:
     if keeps_storage(base):
         return False
     return tensor.storage_offset() == 0 and extent_of(tensor.shape, tensor.stride()) == tensor.numel()
+
+
+def twice_transposed(node: fx.Node) -> fx.Node | None:
+    """The tensor of which ``node`` is the transpose of the transpose: itself, however it lies in memory.
+
+    So is a weight that the backward of a linear layer reads.
+    """
+    inner = node.args[0] if node.target is _aten.t.default else None
+    if not isinstance(inner, fx.Node) or inner.target is not _aten.t.default:
+        return None
+    source = inner.args[0]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 @dataclass
@@ -191,7 +204,7 @@ class Emitter:
 
     def _issue_view(self, node: fx.Node) -> fx.Node:
         buffer = self.joint.buffer_of.get(node)
-        folded = self._fold(node, buffer) if buffer is not None else None
+        folded = self._fold(node, buffer) if buffer is not None else self._twice_transposed(node)
         copy = folded if folded is not None else self._copy(node)
         if copy.meta.get(CLAIM) is None:
             self.bind(node, copy)
@@ -200,6 +213,11 @@ class Emitter:
         if buffer is not None:
             self._views_of.setdefault(buffer, []).append(node)
         return copy
+
+    def _twice_transposed(self, node: fx.Node) -> fx.Node | None:
+        """What is at hand of the resident tensor that ``node`` is."""
+        source = twice_transposed(node)
+        return None if source is None else self.value(source)
 
     def _fold(self, node: fx.Node, buffer: int) -> fx.Node | None:
         """The chain from the buffer's base to ``node`` in at most one node, if it is sound and shorter."""

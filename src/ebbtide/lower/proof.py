@@ -4,7 +4,7 @@ Every lowered node claims a joint node. The claims hold by induction over the gr
 1. the forward's placeholders are the primals, the backward's are the forward's saved values in order, then the
    tangents;
 2. a call has the claimed node's target and constants, and each tensor argument claims the claimed node's
-   argument or the same view of the same buffer;
+   argument, the same view of the same buffer, or what that argument is the transpose of the transpose of;
 3. a replay runs the claimed random op under a state that was read right before that op's first run, and first
    runs of random ops are in captured order;
 4. a folded view has the claimed node's sizes, strides, offset and dtype on the same buffer, with only strided
@@ -34,7 +34,7 @@ from torch import fx
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.rules.batch_norm import repeat_of, repeated_arguments
 from ebbtide.errors import InternalError
-from ebbtide.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole
+from ebbtide.lower.emit import _STRIDED_VIEWS, CLAIM, is_whole, twice_transposed
 from ebbtide.lower.lowering import STATE_OF, Lowered
 from ebbtide.lower.targets import arrive, offload, read_state, reload, replay, settle
 from ebbtide.optimizer.in_step.updates import updates_in
@@ -289,8 +289,8 @@ class _Proof:
         return type(value) is type(wanted) and (value == wanted or value is wanted or repr(value) == repr(wanted))
 
     def _same_value(self, claim: fx.Node, wanted: fx.Node) -> bool:
-        """Whether the two joint nodes are one tensor: the same node, or the same strided view of one buffer."""
-        if claim is wanted:
+        """Whether the two joint nodes are one tensor (clause 2)."""
+        if claim in (wanted, twice_transposed(wanted)):
             return True
         buffer = self.joint.buffer_of.get(wanted)
         if buffer is None or self.joint.buffer_of.get(claim) != buffer:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 from torch._guards import TracingContext
-from torch.fx.graph import _BoxedCodeGen
 
 if TYPE_CHECKING:
     import sympy
@@ -18,7 +17,6 @@ __all__ = [
     "ASSERTS_TRUE",
     "arguments_of",
     "asserts_on_numbers",
-    "boxed_codegen",
     "data_dependent_guard_type",
     "expression_of",
     "hint_of",
@@ -78,12 +76,6 @@ def number_read(graph: fx.Graph) -> fx.Node | None:
         if isinstance(value, torch.Tensor) and value.numel() == 1 and not node.users and node.op != "placeholder":
             numbers.append(node)
     return next(iter(numbers), None)
-
-
-def boxed_codegen(module: fx.GraphModule) -> None:
-    """Let a graph module's code take its arguments as one list and empty it, so that no frame keeps saved tensors."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
 
 
 def is_checkpointed(node: fx.Node) -> bool:

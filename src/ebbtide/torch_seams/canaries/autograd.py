@@ -1,4 +1,4 @@
-"""The canaries of ``autograd``, ``graphs`` and ``profiler``: how generated code and backwards run, and are recorded."""
+"""The canaries of ``autograd``, ``graphs``, ``direct_calls``, ``profiler``: how code and backwards run, and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbtide.torch_seams import autograd, graphs, profiler
+from ebbtide.torch_seams import autograd, direct_calls, profiler
 from ebbtide.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -19,9 +19,9 @@ __all__: list[str] = []
 def boxed_code_empties_its_list() -> None:
     """A graph with boxed code takes one list and holds no argument beyond its last use."""
     module = torch.fx.symbolic_trace(lambda x: (x + 1) * 2)
-    graphs.boxed_codegen(module)
+    run = direct_calls.boxed_callable(module)
     given = [torch.ones(2)]
-    expect(module.forward(given).sum().item() == 8, "boxed code computes something else")
+    expect(run(given).sum().item() == 8, "boxed code computes something else")
     expect(not given, "boxed code leaves its list as it was")
 
 
