@@ -12,12 +12,13 @@ from types import ModuleType
 
 from harness.graphs import take_graphs_option
 from harness.suite import main
-from questions import buckets, fastsa, gap, graphs, llama, revolve, scaling, small, warm
+from questions import buckets, fastsa, gap, graphs, llama, near_floor, revolve, scaling, small, warm
 
 SEEDS = {"weights and inputs": 0, "order of lengths": 0, "small programs": "their number", "planners": 0}
 
 QUESTIONS: dict[str, ModuleType] = {
     "gap": gap,
+    "near_floor": near_floor,
     "small": small,
     "graphs": graphs,
     "fastsa": fastsa,

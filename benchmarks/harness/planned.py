@@ -47,10 +47,11 @@ def plan_with(
     limit_seconds: float | None = None,
     effort: int = DEFAULT_EFFORT,
     seeds: tuple[Schedule, ...] = (),
+    seed: int = 0,
 ) -> Planned:
     """The plan of planner ``name``."""
     cpu, wall = time.process_time(), time.perf_counter()
-    problem = Problem(program, budget, effort=effort, interrupt=Interrupt(limit_seconds), seeds=seeds)
+    problem = Problem(program, budget, effort=effort, interrupt=Interrupt(limit_seconds), seeds=seeds, seed=seed)
     answer = planner_named(name)(problem)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     if answer.schedule is None:

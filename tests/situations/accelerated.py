@@ -12,10 +12,9 @@ from accelerate import Accelerator
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from torch.nn import functional as F
 
-from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import Refusal, situation, variants
 from situations.run import Run
-from situations.trainers import LENGTHS, _Data, expect_many_lengths, tiny_gpt2
+from situations.trainers import LENGTHS, MOST_CAPTURES, _Data, expect_many_lengths, tiny_gpt2
 
 PRELOAD = ("accelerate", "accelerate.hooks", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2")
 
@@ -124,7 +123,7 @@ def accelerate_last_batch(run: Run, first: Any) -> None:
     _Loop(run, first, _loader(_Data(22))).train(2)
 
 
-@variants(ORDERS, share=0.95, captures=OWN_CAPTURES + 1, seconds=600.0)
+@variants(ORDERS, share=0.95, captures=MOST_CAPTURES, seconds=600.0)
 def accelerate_lengths(run: Run, first: Any) -> None:
     loop = _Loop(run, first, _loader(_Data(4 * len(LENGTHS), LENGTHS), shuffle=False))
     expect_many_lengths(run, loop.train(2))

@@ -9,12 +9,12 @@ import peft
 import torch
 import transformers as hf
 
-from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import Refusal, situation, variants
 from situations.run import Run
 from situations.trainers import (
     CALLBACK,
     LAST_BATCH,
+    MOST_CAPTURES,
     _Data,
     grouped,
     resumed,
@@ -147,7 +147,7 @@ def peft_trainer_lora_last_batch(run: Run) -> None:
     with_callback(run, _made, LAST_BATCH, _Data(22))
 
 
-@situation(share=0.9, captures=OWN_CAPTURES + 1, seconds=600.0)
+@situation(share=0.9, captures=MOST_CAPTURES, seconds=600.0)
 def peft_trainer_lora_lengths(run: Run) -> None:
     grouped(run, _made)
 

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import variants
 from situations.run import Run
-from situations.trainers import LENGTHS, _Data, expect_many_lengths, tiny_gpt2
+from situations.trainers import LENGTHS, MOST_CAPTURES, _Data, expect_many_lengths, tiny_gpt2
 
 PRELOAD = ("torch.distributed", "torch.nn.parallel.distributed", "transformers.models.gpt2.modeling_gpt2")
 _STORES = itertools.count()
@@ -163,7 +162,7 @@ def ddp(run: Run, way: Any) -> None:
 @variants(
     {"lengths": Way(rows=4 * len(LENGTHS), lengths=LENGTHS)},
     share=0.95,
-    captures=OWN_CAPTURES + 1,
+    captures=MOST_CAPTURES,
     processes=2,
     seconds=600.0,
 )

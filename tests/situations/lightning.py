@@ -18,10 +18,10 @@ import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 
-from ebbtide.engine.shared_calls import OWN_CAPTURES
 from ebbtide.errors import BudgetError
 from situations.registry import Refusal, situation, variants
 from situations.run import COUNTS, Run, seed_all
+from situations.trainers import MOST_CAPTURES
 
 PRELOAD = ("lightning.pytorch", "torchmetrics")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -166,7 +166,7 @@ def lightning_last_batch(run: Run) -> None:
     train(run, Module(), data=Data(ROWS - 20), callbacks=run.lightning())
 
 
-@situation(share=0.9, captures=OWN_CAPTURES + 1, seconds=600.0)
+@situation(share=0.9, captures=MOST_CAPTURES, seconds=600.0)
 def lightning_lengths(run: Run) -> None:
     """A length for each of seven batches, twice."""
     train(run, Module(), data=Data(7 * BATCH, lengths=(8, 7, 6, 5, 4, 3, 2)), callbacks=run.lightning(), max_epochs=2)

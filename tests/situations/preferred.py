@@ -16,7 +16,6 @@ import transformers as hf
 import trl
 import trl.trainer.utils
 
-from ebbtide.engine.shared_calls import OWN_CAPTURES
 from situations.registry import situation, variants
 from situations.run import Run, seed_all
 from situations.trainers import (
@@ -24,6 +23,7 @@ from situations.trainers import (
     GROUPED_ROWS,
     LAST_BATCH,
     LENGTHS,
+    MOST_CAPTURES,
     RESUMED,
     _trainer,
     expect_many_lengths,
@@ -169,7 +169,7 @@ def last_batch_of(run: Run, make: Any) -> None:
     _trained(run, trl.SFTTrainer, LAST_BATCH, make, _supervised(count=22))
 
 
-@variants(_MADE, share=0.97, captures=OWN_CAPTURES + 1, seconds=600.0)
+@variants(_MADE, share=0.97, captures=MOST_CAPTURES, seconds=600.0)
 def lengths_of(run: Run, make: Any) -> None:
     """``group_by_length``; the trainer pads."""
     data = _supervised(LENGTHS, GROUPED_ROWS)
@@ -212,7 +212,7 @@ def dpo_last_batch(run: Run) -> None:
     _trained(run, trl.DPOTrainer, LAST_BATCH, _preferred, _pairs(count=22))
 
 
-@situation(share=1.0, captures=OWN_CAPTURES + 1, seconds=600.0)
+@situation(share=1.0, captures=MOST_CAPTURES, seconds=600.0)
 def dpo_lengths(run: Run) -> None:
     data = _pairs(LENGTHS, 4 * len(LENGTHS), rows=4)
     expect_many_lengths(run, _trained(run, trl.DPOTrainer, IN_ORDER, _preferred, data))

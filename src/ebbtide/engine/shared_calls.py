@@ -4,7 +4,7 @@
 2. The first :data:`OWN_CAPTURES` of a kind are captures of one shape: whoever has one length and a shorter last batch
    pays for no symbolic one, which takes as long as two and a half, and repays that over two more (docs/adr/0010). A
    shape whose calls go several ways counts once for each (``torch_seams.input_branches``), and for each way beyond the
-   first there is one less: a kind has no more captures in all than one with as many shapes whose calls go one way.
+   first there is one less, but one at least.
 3. The dimensions in which those differ become symbols. A later shape that differs in others, or in which one of
    them is 0 or 1 (which torch takes as numbers), has a capture of its own.
 4. Calls that go another way than a symbolic capture have another, of :data:`MOST_SHARED` at the most.
