@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import json
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "_KNOWN", {})
 
 
-_names = itertools.count()
+_names = (f"fact {number} of process {os.getpid()}" for number in itertools.count())  # processes share what is kept
 
 
 def counted(holds: bool, size: int = 0, smaller: Fact | None = None) -> tuple[Fact, list[int]]:
@@ -35,7 +36,7 @@ def counted(holds: bool, size: int = 0, smaller: Fact | None = None) -> tuple[Fa
         calls.append(1)
         return holds
 
-    return Fact(f"fact {next(_names)}", "slices are as the whole", size, measure, smaller), calls
+    return Fact(next(_names), "slices are as the whole", size, measure, smaller), calls
 
 
 @pytest.mark.parametrize("holds", [True, False])
