@@ -33,7 +33,7 @@ from ebbtide.zoo import GPTConfig, gpt
 Begin = Callable[[str, Sequence[Problem]], Search | None]
 EFFORT = 3_000  # more than that of a quick plan
 OPTIONS = ebbtide.Options(effort=EFFORT)
-MOST_SECONDS = 60.0
+MOST_SECONDS = 240.0
 SOON = 5.0
 
 
