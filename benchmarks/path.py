@@ -2,7 +2,7 @@
 
     python benchmarks/path.py [--quick] [--only NAME ...] [--out benchmarks/results/path.json]
 
-NAME is a question (bits, frontier, executor, bound, planning, first_call, hard_limit) or part of ``question:case``.
+NAME is a question (bits, frontier, executor, bound, planning, hard_limit) or part of ``question:case``.
 Every case runs in a process of its own; results are written after each, with a rendering in Markdown beside them.
 """
 
@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 
 from harness.suite import main
-from questions import bits, bound, executor, first_call, frontier, hard_limit, planning
+from questions import bits, bound, executor, frontier, hard_limit, planning
 
 SEEDS = {"weights and inputs": 0, "planners": 0}
 
@@ -22,7 +22,6 @@ QUESTIONS: dict[str, ModuleType] = {
     "executor": executor,
     "bound": bound,
     "planning": planning,
-    "first_call": first_call,
     "hard_limit": hard_limit,
 }
 MOST_SECONDS = 900.0
