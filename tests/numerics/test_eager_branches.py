@@ -13,6 +13,7 @@ from torch import nn
 
 import ebbtide
 from eager_steps import assert_trains_as_eager, history
+from ebbtide.engine.shared_calls import OWN_CAPTURES
 from ebbtide.errors import CaptureError
 from ebbtide.torch_seams.patches import open_patches
 
@@ -190,7 +191,7 @@ def longer_than_eight(m: Any, x: torch.Tensor) -> torch.Tensor:
     return ways(m, x, compiled=torch.arange(x.shape[0]).max() > 8)
 
 
-@pytest.mark.parametrize(("body", "own"), [(packed, 4), (longer_than_eight, 5)])
+@pytest.mark.parametrize(("body", "own"), [(packed, OWN_CAPTURES), (longer_than_eight, OWN_CAPTURES + 1)])
 def test_a_shared_capture_takes_such_branches_where_they_hold(
     body: Callable[..., Any], own: int, captures: list[Any]
 ) -> None:

@@ -212,7 +212,7 @@ def test_lengths_share_a_capture_for_each_way(body: Body, captures: list[Any]) -
     trains_as_eager(body, masks())
     shared = [each for each in captures if each.symbolic]
     assert len(shared) == 2
-    assert len(captures) == 3 + 2  # a length both ways and another one way, then two that are shared
+    assert len(captures) == 2 + 2  # a length both ways, then two that are shared
 
 
 # -- what asking takes ---------------------------------------------------------------------------------------------

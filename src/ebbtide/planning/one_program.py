@@ -91,6 +91,8 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
         found = _Found(known.answer, known.smallest_above_bytes, planned=planned)
     if found.smallest_bytes is None and not options.quick:
         found = replace(found, smallest_bytes=_smallest(problem, options, told)[0])
+    if found.smallest is not None:
+        problem = replace(problem, seeds=(*problem.seeds, found.smallest))
     answer = found.answer
     if answer.schedule is None and interrupt:
         answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(problem))
