@@ -40,7 +40,7 @@ from ebbtide.measurement.resident import gradients_to_come
 from ebbtide.optimizer.cost.forecast import offload_hint
 from ebbtide.optimizer.state.combined import parts_of
 from ebbtide.planners.bounds.floor import floor_bytes
-from ebbtide.planning.alternatives import Alternative, lowest_of_each_form
+from ebbtide.planning.alternatives import Alternative, lowest_of_each_kind
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.step_end import StepEnd, most_of
 from ebbtide.report.plan import Plan
@@ -249,7 +249,7 @@ def _warn_of_untrained() -> None:
 
 def _unknown_here(alternatives: Iterable[Alternative]) -> Iterator[str]:
     """What a refusal says of a rewrite that would lower the budget most, where the budget leaves no room to try it."""
-    lowest = min(lowest_of_each_form(alternatives), key=lambda each: floor_bytes(each.estimated)[0], default=None)
+    lowest = min(lowest_of_each_kind(alternatives), key=lambda each: floor_bytes(each.estimated)[0], default=None)
     if lowest is not None and (why := lowest.unknown()):
         yield (
             f"{'; '.join(map(str, lowest.rewrites))} was not tried: {why}. Or make a plan with this budget once in a "

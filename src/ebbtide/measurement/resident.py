@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeGuard
 
 import torch
 
@@ -19,7 +18,6 @@ from ebbtide.torch_seams.optimizers import gradient_of, parameters_stepped_by
 from ebbtide.torch_seams.storages import (
     StorageWatch,
     buffer_table,
-    enter_storages,
     held_in,
     modules_in,
     parameter_table,
@@ -82,18 +80,8 @@ def _in_container(root: object, entered: set[int]) -> Iterator[torch.Tensor]:
     if (found := _held(root)) is not None and id(root) not in entered:
         entered.add(id(root))  # around itself, for a container may hold itself
         for value in found:
-            if _is_plain(value):  # as nearly all are: without a generator for each it takes half the time
-                yield from with_storages(value)
-                if value.is_leaf and (gradient := gradient_of(value)) is not None:
-                    yield from parts_of(gradient)
-            else:
-                yield from _reachable(value, entered)
+            yield from _reachable(value, entered)
         entered.discard(id(root))
-
-
-def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    kind = type(value)
-    return kind is torch.nn.Parameter or kind is torch.Tensor
 
 
 def _held(value: object) -> Iterable[object] | None:
@@ -164,10 +152,7 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def storages_in(roots: Iterable[object]) -> dict[int, int]:
     """Bytes of the distinct storages reachable from ``roots``, by key."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors_in(list(roots)):
-        enter_storages(tensor, sizes)
-    return sizes
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_in(list(roots))}
 
 
 def watched_in(roots: Iterable[object]) -> list[StorageWatch]:

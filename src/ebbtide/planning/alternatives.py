@@ -36,7 +36,16 @@ from ebbtide.step.rewrite import Rewrite, Rewritten
 from ebbtide.step.simulate import simulate
 from ebbtide.step.unplanned import unplanned_bytes
 
-__all__ = ["Alternative", "Alternatives", "Costed", "Hints", "best_of", "forms_of", "lowest_of_each_form", "plan_by"]
+__all__ = [
+    "Alternative",
+    "Alternatives",
+    "Costed",
+    "Hints",
+    "best_of",
+    "lowest_of_each_kind",
+    "plan_by",
+    "sliced_alike",
+]
 
 _ENOUGH = 1e-3
 """Overhead of a plan of the captured program that leaves nothing to win."""
@@ -48,6 +57,8 @@ _AS_LITTLE = 1.1
 """Of another shape's overhead, what counts as about as little: costs measured twice differ by as much."""
 _AS_LITTLE_QUICKLY = 1.5
 """The same where what is found quickly will do: looking at all alternatives takes as long as some dozen steps."""
+_SIZES = frozenset({"rows", "columns"})
+"""Settings of a rewrite that are sizes of its slices: the more of them there are, the less memory they take."""
 _MOST_HINTS = 2
 """Rewrites of other shapes' plans that are tried as they are."""
 _MOST_TRIED = 3
@@ -100,13 +111,13 @@ class Alternative:
     @property
     def forms(self) -> _Forms:
         """Its forms in their places, without the sizes of their slices and free rewrites besides."""
-        return forms_of(self.rewrites)
+        return _forms_of(self.rewrites)
 
 
 _Forms = frozenset[tuple[str, str, str]]
 
 
-def forms_of(rewrites: Iterable[Rewrite]) -> frozenset[tuple[str, str, str]]:
+def _forms_of(rewrites: Iterable[Rewrite]) -> frozenset[tuple[str, str, str]]:
     """Their forms in their places, without the sizes of their slices."""
     return frozenset((one.rule, one.at, one.form) for one in rewrites)
 
@@ -143,7 +154,7 @@ class Hints:
 
     def has(self, each: Alternative) -> bool:
         """Whether one of the plans has rewritten what ``each`` does, free rewrites besides."""
-        return any(each.forms and each.forms <= forms_of(rewrites) for rewrites in self.rewrites)
+        return any(each.forms and each.forms <= _forms_of(rewrites) for rewrites in self.rewrites)
 
 
 class Alternatives(Iterable[Alternative]):
@@ -320,24 +331,31 @@ def _of_each_form(ranked: Sequence[Alternative]) -> list[Alternative]:
     return [each for _, _, each in sorted(rounds, key=lambda entry: entry[:2])]
 
 
-def _by_form(alternatives: Iterable[Alternative]) -> list[list[Alternative]]:
-    """Those of the same forms in the same places together; the last of each has the least floor."""
-    found: dict[_Forms, list[Alternative]] = {}
+def sliced_alike(rewrites: Iterable[Rewrite]) -> object:
+    """What rewrites have in common that differ in the sizes of their slices alone."""
+    return frozenset(
+        (one.rule, one.at, one.form, *(each for each in one.settings if each[0] not in _SIZES)) for one in rewrites
+    )
+
+
+def _by_kind(alternatives: Iterable[Alternative]) -> list[list[Alternative]]:
+    """Those that are sliced alike together; the last of each has the least floor."""
+    found: dict[object, list[Alternative]] = {}
     for each in alternatives:
-        found.setdefault(each.forms, []).append(each)
+        found.setdefault(sliced_alike(each.rewrites), []).append(each)
     return [*found.values()]
 
 
-def lowest_of_each_form(alternatives: Iterable[Alternative]) -> list[Alternative]:
-    """Of those of the same forms in the same places, the one of the least floor."""
-    return [alike[-1] for alike in _by_form(alternatives)]
+def lowest_of_each_kind(alternatives: Iterable[Alternative]) -> list[Alternative]:
+    """Of those that are sliced alike, the one of the least floor."""
+    return [alike[-1] for alike in _by_kind(alternatives)]
 
 
 def _worth_a_rank(
     alternatives: Iterable[Alternative], above_budget_bytes: int, links: Mapping[str, Link] | None
 ) -> Iterator[Alternative]:
     """Those of definition 3; in the place of one that does not fit, itself with free rewrites besides."""
-    for alike in _by_form(alternatives):
+    for alike in _by_kind(alternatives):
         least = float("inf")
         for each in reversed(alike):
             ones = [each] if _floor(each.estimated, links) <= above_budget_bytes else each.refined()
@@ -391,7 +409,7 @@ class _Tries:
 def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
     refused = len(tries.refusals)
-    lowest = lowest_of_each_form(alternatives)
+    lowest = lowest_of_each_kind(alternatives)
     refined = [one for each in lowest for one in each.refined()]
     for each in _by_floor([*lowest, *refined]):
         if each.why_not():  # what is not known to hold here refuses nothing

@@ -2,7 +2,7 @@
 
 Rules compose: an alternative is one candidate of each of some rules (``rewrites.rule``). How many there are is the sum
 of the rules' candidates and no product: those of free rules are tried alone, and with the best ones of the others; of
-the others, the last candidates of later rules, which lower most, come with the last one of each form of an earlier
+the others, the last candidates of later rules, which lower most, come with the last one of each kind of an earlier
 rule, each and all of them.
 
 Some rules are *further* ones: candidates of theirs are looked at only where those of the others do not do
@@ -21,7 +21,7 @@ from ebbtide.capture.joint import Captured
 from ebbtide.cost.attach import is_measured, with_measured_costs
 from ebbtide.errors import CaptureError
 from ebbtide.planners.bounds.floor import floor_bytes
-from ebbtide.planning.alternatives import Alternative, Alternatives, Costed, forms_of
+from ebbtide.planning.alternatives import Alternative, Alternatives, Costed, sliced_alike
 from ebbtide.rewrites.facts import Fact, measured
 from ebbtide.rewrites.replaced import Replaced
 from ebbtide.rewrites.rule import Estimate, Rule
@@ -403,11 +403,11 @@ class _Candidates:
         others = [rule for rule in RULES if rule.name in rules and not rule.free]
         for index, rule in enumerate(others):
             candidates = self._of(rule, self._nothing)
-            last = {forms_of(candidate): candidate for candidate in candidates}
+            last = {sliced_alike(candidate): candidate for candidate in candidates}
             for candidate in candidates:
                 choice = self._with(self._nothing, rule, candidate)
                 yield choice
-                if last[forms_of(candidate)] == candidate:
+                if last[sliced_alike(candidate)] == candidate:
                     yield from self._with_later(choice, others[index + 1 :])
 
     def with_free_candidates(self, choice: Choice, rules: Collection[str]) -> Iterator[Choice]:

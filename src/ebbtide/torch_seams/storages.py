@@ -14,7 +14,6 @@ from ebbtide.user_objects import attributes_of, declares, elements_of, is_a, is_
 __all__ = [
     "StorageWatch",
     "buffer_table",
-    "enter_storages",
     "has_layout",
     "has_memory",
     "held_in",
@@ -76,28 +75,25 @@ def walk(module: torch.nn.Module) -> tuple[bytes, bool, dict[int, int], set[type
                 hooks += parameter._backward_hooks
             if parameter._post_accumulate_grad_hooks:
                 hooks += parameter._post_accumulate_grad_hooks
-            enter_storages(parameter, sizes)
+            _count(parameter, sizes)
             if parameter.is_leaf and (gradient := parameter.grad) is not None:
-                enter_storages(gradient, sizes)
+                _count(gradient, sizes)
             elif parameter.requires_grad:
                 accumulating = False
         for buffer in each._buffers.values():
             if buffer is not None:
-                enter_storages(buffer, sizes)
+                _count(buffer, sizes)
         held += _attributes(each)
     for tensor in _tensors(held, set(map(id, modules))):
-        enter_storages(tensor, sizes)
+        _count(tensor, sizes)
     return bytes(trained), accumulating, sizes, classes, tuple(hooks)
 
 
-def enter_storages(tensor: torch.Tensor, sizes: dict[int, int]) -> None:
+def _count(tensor: torch.Tensor, sizes: dict[int, int]) -> None:
     """Enter the bytes of the storages of ``tensor`` into ``sizes``."""
-    if tensor.layout is torch.strided:
-        storage = tensor.untyped_storage()
+    for part in with_storages(tensor):
+        storage = part.untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
-    else:
-        for part in parts_of(tensor):
-            enter_storages(part, sizes)
 
 
 def modules_in(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
