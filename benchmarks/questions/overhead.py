@@ -73,12 +73,12 @@ def rows(name: str, quick: bool) -> Iterator[Row]:
     model, threads = name.split(", ")
     torch.set_num_threads(THREADS[threads])
     clock = time.process_time if THREADS[threads] == 1 else time.perf_counter
-    known = captured(_built(model))
+    known = captured(built(model))
     plans = {KEEP_ALL: known.keep_all} | {
         f"{share:.0%}": known.plan(known.grid_bytes(share), EFFORT) for share in SHARES
     }
-    methods = {EAGER: _built(model)} | {label: _fitted(model, plan) for label, plan in plans.items()}
-    times, faults = _in_turns(methods, 3 if quick else ROUNDS, clock)
+    methods = {EAGER: built(model)} | {label: fitted(model, plan) for label, plan in plans.items()}
+    times, faults = in_turns(methods, 3 if quick else ROUNDS, clock)
     for label, plan in plans.items():
         seen, low, high = times[label], *times[label].median_ratio_interval(times[KEEP_ALL])
         measured = seen.median_ratio(times[KEEP_ALL]) - 1
@@ -123,14 +123,15 @@ def summary(found: Sequence[Row]) -> Iterator[Row]:
             yield Row("overhead", columns, checks)
 
 
-def _built(model: str) -> ebbtide.Case:
+def built(model: str) -> ebbtide.Case:
+    """The model and its inputs, the same each time."""
     torch.manual_seed(0)
     return MODELS[model]()
 
 
-def _fitted(model: str, plan: ebbtide.Plan) -> ebbtide.Case:
+def fitted(model: str, plan: ebbtide.Plan) -> ebbtide.Case:
     """The model under ``plan``, its first (proven) and second (measured) step behind it."""
-    case = _built(model)
+    case = built(model)
     ebbtide.fit(case.model, plan, progress=None)
     for _ in range(2):
         _step(case, time.process_time)
@@ -149,7 +150,7 @@ def _step(case: ebbtide.Case, clock: Callable[[], float]) -> float:
     return spent
 
 
-def _in_turns(
+def in_turns(
     methods: dict[str, ebbtide.Case], rounds: int, clock: Callable[[], float]
 ) -> tuple[dict[str, Times], dict[str, int]]:
     """Seconds of each method's step in each round, and the median number of its page faults; one round goes before."""

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.errors import BudgetError
 from ebbtide.files import keep
 from ebbtide.planners import Answer, Problem, Status
 from ebbtide.planning import one_program as planning
+from ebbtide.planning.asked import QUICK_EFFORT
 from ebbtide.planning.cache import CachedAnswer, PlanCache
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.report.plan import Plan
@@ -38,7 +40,8 @@ def planned(directory: Path | None, program: Program = PROGRAM, budget: str = "5
 
 
 def files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.json"))
+    """Entries: a least is kept beside them for each program."""
+    return sorted(each for each in directory.glob("*.json") if not each.name.startswith("least-"))
 
 
 def scaled(program: Program, factor: int) -> Program:
@@ -142,8 +145,51 @@ def test_what_a_clock_or_an_interrupt_ended_is_not_kept(directory: Path) -> None
     schedule = planned(None).schedule
     cache = PlanCache(directory)
     cache.store("auto", problem, CachedAnswer(Answer(Status.TIME_LIMIT, schedule), 1))
-    cache.store("auto", problem, CachedAnswer(Answer(Status.INFEASIBLE, None), 1))
+    cache.store("auto", problem, CachedAnswer(Answer(Status.TIME_LIMIT, None), 1))
     assert not directory.exists()
+
+
+def never(*_: object, **__: object) -> None:
+    raise AssertionError("searched anew")
+
+
+def test_a_refusal_is_found_again(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BudgetError) as first:
+        planned(directory, budget="2%")
+    monkeypatch.setattr(planning, "smallest_of", never)
+    monkeypatch.setattr(planning, "planner_named", never)
+    with pytest.raises(BudgetError) as second:
+        planned(directory, budget="2%")
+    assert str(second.value) == str(first.value)
+    assert second.value.smallest_bytes == first.value.smallest_bytes
+
+
+def test_what_a_quick_search_did_not_find_is_searched_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(PROGRAM, planned(None).budget_bytes, effort=QUICK_EFFORT)
+    PlanCache(directory).store("auto", problem, CachedAnswer(Answer(Status.INFEASIBLE, None), None))
+    options = PlanningOptions(effort=4 * QUICK_EFFORT, cache=PlanCache(directory), quick=True)
+    plan = make_plan(PROGRAM, Budget.parse("50%"), resident_bytes=0, options=options)
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+
+
+def test_a_program_is_searched_once_for_its_smallest_budget(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = planned(directory, budget="50%")
+    monkeypatch.setattr(planning, "smallest_of", never)
+    second = planned(directory, budget="60%")
+    assert second.smallest_bytes == first.smallest_bytes
+    assert second.smallest_is_searched
+    with pytest.raises(BudgetError) as refused:
+        planned(directory, budget="2%")
+    assert refused.value.smallest_bytes == first.smallest_bytes
+
+
+def test_a_least_that_is_not_of_this_program_is_searched_for_anew(directory: Path) -> None:
+    first = planned(directory, budget="50%")
+    (path,) = directory.glob("least-*.json")
+    data = json.loads(path.read_text())
+    data["schedule"].insert(1, ["c", 10_000])
+    assert keep(path, path.with_name("lock"), lambda: data)
+    assert planned(directory, budget="60%").smallest_bytes == first.smallest_bytes
 
 
 def test_what_was_used_longest_ago_goes_first(directory: Path) -> None:
@@ -151,7 +197,8 @@ def test_what_was_used_longest_ago_goes_first(directory: Path) -> None:
     size = max(path.stat().st_size for path in files(directory))
     for age, path in enumerate(files(directory)):
         os.utime(path, (1000 + age, 1000 + age))
-    used = PlanCache(directory, most_bytes=3 * size)
+    (least,) = directory.glob("least-*.json")
+    used = PlanCache(directory, most_bytes=3 * size + least.stat().st_size)
     problem = Problem(PROGRAM, plans[0].budget_bytes, effort=500)
     assert used.load("auto", problem) is not None  # now the youngest
     before = set(files(directory))

@@ -5,9 +5,10 @@ Definitions:
    Programs of one structure (another batch, another sequence length) take each other's schedules as start points.
 2. An *entry* is one answer, in a file named by structure and by a digest of all that the answer depends on: program,
    costs, budget, planner, effort, seed and this package's version. It holds what was digested, and is not trusted
-   where that differs; its schedule is judged anew by whoever takes it.
+   where that differs; its schedule is judged anew by whoever takes it. It may say that none was found.
 3. A *choice* says by which rewrites the best plan of a captured program came about, so that no other is looked at.
-4. Entries are JSON, written atomically; beyond :data:`MOST_BYTES` those that were used longest ago go.
+4. A *least* is the schedule of the least peak that was found for a program, whatever budget was asked for.
+5. Entries are JSON, written atomically; beyond :data:`MOST_BYTES` those that were used longest ago go.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ __all__ = ["MOST_BYTES", "CachedAnswer", "PlanCache", "plans_directory", "share_
 
 MOST_BYTES = 256 * 2**20
 NEAR = 2  # start points taken from each side of a budget
-_SCHEMA = "ebbtide-plans/3"
+_SCHEMA = "ebbtide-plans/4"
 _CHOICES_SCHEMA, _CHOICE = "ebbtide-choices/1", "choice-"
-_KEPT = (Status.OPTIMAL, Status.FEASIBLE)  # what a clock or an interrupt ended is not worth keeping
+_LEAST_SCHEMA, _LEAST = "ebbtide-least/1", "least-"
+_KEPT = (Status.OPTIMAL, Status.FEASIBLE, Status.INFEASIBLE)  # what a clock or an interrupt ended is not worth keeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,15 @@ class CachedAnswer:
     smallest_above_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; the answer has to have a schedule."""
-        assert self.answer.schedule is not None
+        """Plain data."""
+        schedule = self.answer.schedule
         return {
             "status": self.answer.status.name,
             "bound": self.answer.bound,
             "bound_class": self.answer.bound_class,
             "notes": self.answer.notes,
             "smallest_above_bytes": self.smallest_above_bytes,
-            "schedule": self.answer.schedule.to_json(),
+            "schedule": None if schedule is None else schedule.to_json(),
         }
 
     @staticmethod
@@ -70,13 +72,16 @@ class CachedAnswer:
             raise ValueError("a planner's notes say what is not the planner's to say")
         answer = Answer(
             Status[data["status"]],
-            Schedule.from_json(data["schedule"]),
+            None if data["schedule"] is None else Schedule.from_json(data["schedule"]),
             bound=None if data["bound"] is None else _finite(data["bound"]),
             bound_class=str(data["bound_class"]),
             notes=notes,
         )
         smallest = None if data["smallest_above_bytes"] is None else int(data["smallest_above_bytes"])
+        refused = answer.status is Status.INFEASIBLE
         if answer.status not in _KEPT or min(smallest or 0, answer.bound or 0.0) < 0:
+            raise ValueError("no such answer is kept")
+        if refused is not (answer.schedule is None):
             raise ValueError("no such answer is kept")
         return CachedAnswer(answer, smallest)
 
@@ -117,9 +122,8 @@ class PlanCache:
         return [schedule for _, _, schedule in (*below[:NEAR], *above[:NEAR])]
 
     def store(self, planner: str, problem: Problem, cached: CachedAnswer) -> None:
-        """Keep an answer that has a schedule; a cache that cannot be written is left alone."""
-        answer = cached.answer
-        if answer.schedule is None or answer.status not in _KEPT:
+        """Keep an answer that nothing has cut short; a cache that cannot be written is left alone."""
+        if cached.answer.status not in _KEPT:
             return
         key = _key(planner, problem)
         data = {
@@ -154,8 +158,23 @@ class PlanCache:
         path = self._path(problem.program, key, _CHOICE)
         keep(path, self._directory / ".lock", lambda: data, self._make_room)
 
+    def least(self, problem: Problem) -> Schedule | None:
+        """The schedule of the least peak found for a program, whatever the budget; ``None`` if there is none."""
+        key = _key_of_least(problem)
+        return read_record(
+            self._path(problem.program, key, _LEAST),
+            _LEAST_SCHEMA,
+            lambda data: Schedule.from_json(data["schedule"]) if data["key"] == key else None,
+        )
+
+    def keep_least(self, problem: Problem, schedule: Schedule) -> None:
+        """Keep that one."""
+        key = _key_of_least(problem)
+        data = {"schema": _LEAST_SCHEMA, "key": key, "schedule": schedule.to_json()}
+        keep(self._path(problem.program, key, _LEAST), self._directory / ".lock", lambda: data, self._make_room)
+
     def _make_room(self) -> None:
-        """Remove the plans that were used longest ago (definition 4)."""
+        """Remove the plans that were used longest ago (definition 5)."""
         known = [(path, path.stat()) for path in self._entries("*.json")]
         total = sum(stat.st_size for _, stat in known)
         for path, stat in sorted(known, key=lambda each: (each[1].st_mtime, each[0].name)):
@@ -219,6 +238,11 @@ def _key(planner: str, problem: Problem) -> dict[str, str]:
         "effort": str(problem.effort),
         "seed": str(problem.seed),
     }
+
+
+def _key_of_least(problem: Problem) -> dict[str, str]:
+    """All that the least peak depends on: not what is asked for."""
+    return _key("", replace(problem, above_budget_bytes=0, effort=0, seed=0))
 
 
 def _version() -> str:

@@ -41,12 +41,23 @@ class _Found:
         smallest_bytes: least bytes above the step's start for which a plan is known; ``None`` if not looked for.
         smallest: that plan, if it was looked for just now.
         planned: how the answer came about.
+        cached: the answer as the cache has it; ``None`` if it has none.
+        fitted: whether it comes from another shape's, so that it is neither kept nor learned from.
     """
 
     answer: Answer
     smallest_bytes: int | None
     smallest: Schedule | None = None
     planned: Planned = Planned.SEARCHED
+    cached: CachedAnswer | None = None
+    fitted: bool = False
+
+    @property
+    def provenance(self) -> Planned:
+        """How the answer came about: what is optimal is not found better by a search."""
+        if self.planned is not Planned.QUICKLY or self.answer.status is not Status.OPTIMAL:
+            return self.planned
+        return Planned.SEARCHED if self.cached is None else Planned.CACHED
 
 
 def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> Plan:
@@ -62,41 +73,33 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
         UsageError: for an unknown planner, or a tier to which the machine has no link.
     """
     begin = time.perf_counter()
-    options = asked.options.with_tiers()
-    seeds = asked.seeds
-    if rewritten is not None:
-        seeds = [each.schedule for each in options.other_plans if each.program.fingerprint == program.fingerprint]
-        options = replace(options, progress=_telling_of(rewritten, program, options.progress))
-    asked = replace(asked, options=options)
-    interrupt = Interrupt() if options.interrupt is None else options.interrupt
-    if options.time_limit_seconds is not None:
-        interrupt = interrupt.or_after(options.time_limit_seconds)
-    budget_bytes = asked.budget_bytes(program)
-    problem = options.problem(program, budget_bytes - asked.held_bytes)
-    # A seed that moves may be from where there were other tiers.
-    legal = tuple(each for each in seeds if not each.moves or is_legal(problem, each))
-    problem = replace(problem, seeds=legal, interrupt=interrupt, progress=options.progress)
-    floor_above, floor_op = _floor(problem)
-    floor = asked.held_bytes + floor_above
+    asked = _of_program(program, rewritten, asked)
+    options, budget_bytes = asked.options, asked.budget_bytes(program)
+    problem = _problem(program, asked)
     told = smallest_told(options.progress, None, partial(asked.budget_for, program))
     end_needs = asked.end.needed_bytes(program, asked.resident_bytes)
     if budget_bytes < end_needs and (
         options.quick or asked.held_bytes + _smallest(problem, options, told)[0] <= end_needs
     ):
         raise end_error(asked, program)  # else any plan is too large already
-    problem, known, planned, is_fitted = _known(problem, options)
-    if known is None:
-        found = replace(_searched(problem, program, asked), planned=planned)
-    else:
-        found = _Found(known.answer, known.smallest_above_bytes, planned=planned)
+    found = _known(problem, options)
+    if found is None and options.quick and problem.effort > QUICK_EFFORT:
+        problem = replace(problem, effort=QUICK_EFFORT)
+        found = replace(_cached(problem, options) or _searched(problem, program, asked), planned=Planned.QUICKLY)
+    if found is None:
+        found = _searched(problem, program, asked)
     if found.smallest_bytes is None and not options.quick:
         found = replace(found, smallest_bytes=_smallest(problem, options, told)[0])
     if found.smallest is not None:
         problem = replace(problem, seeds=(*problem.seeds, found.smallest))
-    answer = found.answer
-    if answer.schedule is None and interrupt:
-        answer = replace(answer, status=Status.TIME_LIMIT, schedule=_cheapest(problem))
-    if answer.schedule is None:
+    if found.answer.schedule is None and not problem.interrupt:
+        _keep(found, problem, options)
+    answer, schedule = found.answer, found.answer.schedule
+    if schedule is None and problem.interrupt and (schedule := _cheapest(problem)) is not None:
+        found = replace(found, answer=(answer := replace(answer, status=Status.TIME_LIMIT, schedule=schedule)))
+    floor_above, floor_op = _floor(problem)
+    floor = asked.held_bytes + floor_above
+    if schedule is None:
         least = unplanned_bytes(program) if found.smallest_bytes is None else found.smallest_bytes
         raise budget_error(
             asked,
@@ -104,23 +107,18 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
             floor=(floor, floor_op),
             smallest=max(asked.budget_for(program, least), options.known_smallest_bytes),
             unplanned=_unplanned(asked, program, rewritten),
-            interrupted=interrupt.interrupted,
+            interrupted=problem.interrupt.interrupted,
         )
     if budget_bytes < end_needs:  # a planner has found a smaller plan than were known
         raise end_error(asked, program)
-    above = simulate(program, answer.schedule, options.machine).above_bytes
+    above = simulate(program, schedule, options.machine).above_bytes
     least = above if found.smallest_bytes is None else min(found.smallest_bytes, above)  # a planner may get below it
-    is_searched = found.smallest_bytes is not None and (planned is Planned.CACHED or not options.quick)
-    kept = CachedAnswer(answer, least if is_searched else None)
-    if not is_fitted:
-        if options.cache is not None and known != kept:
-            options.cache.store(options.planner, problem, kept)
-        if options.buckets is not None:
-            options.buckets.learn(options.planner, problem, answer, found.smallest)
-    options.progress(Progress("planned", _overhead(problem, answer.schedule), answer.bound))
+    is_searched = found.smallest_bytes is not None and (found.planned is Planned.CACHED or not options.quick)
+    _keep(replace(found, smallest_bytes=least if is_searched else None), problem, options)
+    options.progress(Progress("planned", _overhead(problem, schedule), answer.bound))
     plan = Plan(
         program=program,
-        schedule=answer.schedule,
+        schedule=schedule,
         status=answer.status,
         case=program.name,
         planner=options.planner,
@@ -136,7 +134,7 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
         plan_seconds=time.perf_counter() - begin,
         provenance=replace(
             Provenance.from_dict({**program.context, **options.provenance, **answer.notes}),
-            planned=_planned(planned, answer, known),
+            planned=found.provenance,
             effort=problem.effort,
             seed=options.seed,
         ),
@@ -148,6 +146,27 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
     if options.made is not None:
         options.made.plans.append(plan)
     return plan
+
+
+def _of_program(program: Program, rewritten: Rewritten | None, asked: Asked) -> Asked:
+    """``asked`` of ``program``: with the tiers and start points that are its own, and told of as it is rewritten."""
+    options, seeds = asked.options.with_tiers(), asked.seeds
+    if rewritten is not None:
+        seeds = [each.schedule for each in options.other_plans if each.program.fingerprint == program.fingerprint]
+        options = replace(options, progress=_telling_of(rewritten, program, options.progress))
+    return replace(asked, options=options, seeds=seeds)
+
+
+def _problem(program: Program, asked: Asked) -> Problem:
+    """What is asked, as planners take it."""
+    options = asked.options
+    interrupt = Interrupt() if options.interrupt is None else options.interrupt
+    if options.time_limit_seconds is not None:
+        interrupt = interrupt.or_after(options.time_limit_seconds)
+    problem = options.problem(program, asked.budget_bytes(program) - asked.held_bytes)
+    # A seed that moves may be from where there were other tiers.
+    legal = tuple(each for each in asked.seeds if not each.moves or is_legal(problem, each))
+    return replace(problem, seeds=legal, interrupt=interrupt, progress=options.progress)
 
 
 def _searched(problem: Problem, program: Program, asked: Asked) -> _Found:
@@ -203,33 +222,40 @@ def _floor(problem: Problem) -> tuple[int, int]:
     return floor_with_tiers(problem.program, links) if links else floor_bytes(problem.program)
 
 
-def _known(problem: Problem, options: PlanningOptions) -> tuple[Problem, CachedAnswer | None, Planned, bool]:
-    """The problem as it is to be solved, what is known without a search, how that was found, and whether it is fitted.
-
-    That is this very problem's answer, that of a bucket, or where a quick plan will do an earlier one.
-    """
+def _known(problem: Problem, options: PlanningOptions) -> _Found | None:
+    """What is known without a search: this very problem's answer, or that of another shape, fitted."""
     if (cached := _cached(problem, options)) is not None:
-        return problem, cached, Planned.CACHED, False
-    if options.buckets is not None:
-        fitted = options.buckets.answer(options.planner, problem, quick=options.quick)
-        if fitted is not None:
-            return problem, fitted[0], Planned.ADAPTED if fitted[1] else Planned.QUICKLY, True
-    if not options.quick or problem.effort <= QUICK_EFFORT:
-        return problem, None, Planned.SEARCHED, False
-    problem = replace(problem, effort=QUICK_EFFORT)
-    return problem, _cached(problem, options), Planned.QUICKLY, False
+        return cached
+    if options.buckets is None:
+        return None
+    fitted = options.buckets.answer(options.planner, problem, quick=options.quick)
+    if fitted is None:
+        return None
+    known, is_good = fitted
+    planned = Planned.ADAPTED if is_good else Planned.QUICKLY
+    return _Found(known.answer, known.smallest_above_bytes, planned=planned, fitted=True)
 
 
-def _planned(planned: Planned, answer: Answer, known: CachedAnswer | None) -> Planned:
-    """How the answer was found: what is optimal is not found better by a search."""
-    if planned is not Planned.QUICKLY or answer.status is not Status.OPTIMAL:
-        return planned
-    return Planned.SEARCHED if known is None else Planned.CACHED
+def _cached(problem: Problem, options: PlanningOptions) -> _Found | None:
+    """What the cache has for this very problem; a refusal alone is believed, a plan has to be legal and to fit."""
+    cached = None if options.cache is None else options.cache.load(options.planner, problem)
+    if cached is None:
+        return None
+    schedule = cached.answer.schedule
+    if schedule is not None and not is_legal(problem, schedule, problem.above_budget_bytes):
+        return None
+    return _Found(cached.answer, cached.smallest_above_bytes, planned=Planned.CACHED, cached=cached)
 
 
-def _cached(problem: Problem, options: PlanningOptions) -> CachedAnswer | None:
-    """What the cache has for this very problem."""
-    return None if options.cache is None else _sound(options.cache.load(options.planner, problem), problem)
+def _keep(found: _Found, problem: Problem, options: PlanningOptions) -> None:
+    """Keep for later starts what was found for a problem, and for other shapes what may be fitted to them."""
+    if found.fitted:
+        return
+    kept = CachedAnswer(found.answer, found.smallest_bytes)
+    if options.cache is not None and found.cached != kept and (kept.answer.schedule is not None or not options.quick):
+        options.cache.store(options.planner, problem, kept)
+    if options.buckets is not None and found.answer.schedule is not None:
+        options.buckets.learn(options.planner, problem, found.answer, found.smallest)
 
 
 def smallest_told(
@@ -252,17 +278,17 @@ def _smallest(problem: Problem, options: PlanningOptions, tell: Callable[[int], 
     It is told to users: a time limit must not make it larger than it is.
     """
     known = None if options.buckets is None else options.buckets.smallest(problem)
+    if known is not None:
+        return known
+    if not options.quick and options.cache is not None and (schedule := options.cache.least(problem)) is not None:
+        if is_legal(problem, schedule):
+            return simulate(problem.program, schedule, problem.machine).above_bytes, schedule
     limitless = problem.interrupt.without_limit()
     effort = min(QUICK_EFFORT, smallest_search.FIRST_EFFORT) if options.quick else None
-    return known or smallest_of(problem.program, effort, limitless, problem.links, tell)
-
-
-def _sound(cached: CachedAnswer | None, problem: Problem) -> CachedAnswer | None:
-    """What the cache gave if it is legal and fits, whatever its file says."""
-    if cached is None or cached.answer.schedule is None:
-        return None
-    fits = is_legal(problem, cached.answer.schedule, problem.above_budget_bytes)
-    return cached if fits else None
+    found = smallest_of(problem.program, effort, limitless, problem.links, tell)
+    if not options.quick and options.cache is not None and not limitless:
+        options.cache.keep_least(problem, found[1])
+    return found
 
 
 def is_legal(problem: Problem, schedule: Schedule, above_budget_bytes: int | None = None) -> bool:
