@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from ebbtide.errors import BudgetError
 from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planners.search.smallest import smallest_of
+from ebbtide.planning import one_program
 from ebbtide.planning.alternatives import Alternative, Alternatives, Costed, best_of
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.report.plan import Plan
 from ebbtide.step.program import Program
 from ebbtide.step.rewrite import Rewrite, Rewritten
+from ebbtide.step.schedule import Schedule
 from ebbtide.units import Budget
 from strategies import chain
 
@@ -83,3 +87,21 @@ def test_a_refusal_asks_the_least_of_each_form() -> None:
     assert sliced.made == [("one", 1), ("two", 1)]
     least = planned(sliced.of("two", scaled(0.5)), raised.value.smallest_bytes)
     assert least.budget_bytes == raised.value.smallest_bytes
+
+
+def test_the_smallest_budget_is_looked_for_once_for_the_plan_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    sliced, looked_at = Sliced(), list[Program]()
+
+    def counted(program: Program, *given: Any) -> tuple[int, Schedule]:
+        looked_at.append(program)
+        return smallest_of(program, *given)
+
+    monkeypatch.setattr(one_program, "smallest_of", counted)
+    tried = [*sliced.of("dear", scaled(0.6, 1.2)), *sliced.of("cheap", scaled(0.6, 1.1))]
+    budget = floor_bytes(scaled(0.8))[0]
+    options = PlanningOptions(alternatives=Alternatives(lambda: tried))
+    plan = make_plan(CAPTURED, Budget(bytes=budget), resident_bytes=0, options=options)
+    assert plan.rewritten is not None
+    assert plan.smallest_is_searched
+    assert [each.fingerprint for each in looked_at] == [plan.program.fingerprint]
+    assert plan.smallest_bytes == smallest_of(plan.program)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,19 +14,21 @@ from torch import fx
 from ebbtide.capture.claims import RewriteError
 from ebbtide.capture.joint import Captured, reread
 from ebbtide.capture.offline import capture
-from ebbtide.cost.attach import with_measured_costs
+from ebbtide.cost.attach import with_measured_costs, with_roofline_costs
 from ebbtide.cost.profile import profile_calls
 from ebbtide.cost.profiling_budget import ProfilingBudget, arguments_for, profiling_within
 from ebbtide.cost.roofline import flops_of
 from ebbtide.lower.lowering import lower
 from ebbtide.lower.proof import prove
 from ebbtide.rewrites import choices
-from ebbtide.rewrites.choices import choice_of
+from ebbtide.rewrites.choices import Choice, choice_of
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.heads.costs import estimates
 from ebbtide.rewrites.heads.find import find_heads
 from ebbtide.rewrites.heads.forms import forms_of, rewritten
 from ebbtide.rewrites.heads.proof import prove_rewritten
+from ebbtide.rewrites.heads.rule import HeadRule
+from ebbtide.step.machine import machine_named
 from ebbtide.step.op_traits import NAMESPACE
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.step.unplanned import unplanned_schedule
@@ -162,6 +165,26 @@ def test_estimated_costs_are_of_the_same_order_as_measured_ones() -> None:
                 assert theirs.workspace_bytes <= 1.01 * mine.workspace_bytes + 4096
             elif not mine.target.startswith(NAMESPACE):
                 assert mine.seconds == pytest.approx(theirs.seconds, rel=0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["plain", "frozen with bias", "smoothed", "cut, tied"])
+def test_one_graph_gives_the_estimates_of_all_forms_of_its_shape(form: str) -> None:
+    step = captured_of(FORMS[form]())
+    program = with_roofline_costs(step.program, step.calls, machine_named("a100-80gb"))
+    (head,), _ = find_heads(step)
+    made: dict[object, Choice] = {}
+    shared = 0
+    for each in forms_of(head):
+        choice = choice_of(step, [each])
+        alike = made.setdefault(HeadRule().shape(step, each), choice)
+        shared += alike is not choice
+        mine, theirs = choice.estimated(program), choice.estimated(program, alike)
+        assert (theirs.buffers, theirs.boundary, theirs.gradients) == (mine.buffers, mine.boundary, mine.gradients)
+        assert [replace(op, signature="", views=()) for op in theirs.ops] == [
+            replace(op, signature="", views=()) for op in mine.ops
+        ]
+    assert shared
+    assert (len(made) > 1) == (form != "smoothed")
 
 
 # -- the proof sees what is wrong ---------------------------------------------------------------------------------

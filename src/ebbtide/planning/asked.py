@@ -86,6 +86,9 @@ class PlanningOptions:
     """Whether what is found quickly will do: with :data:`QUICK_EFFORT`, and no search for the smallest budget.
 
     Only where nothing is found so, everything is searched: a refusal names the smallest budget."""
+    plan_only: bool = False
+    """Whether the smallest budget is looked for only where there is no plan; :func:`one_program.with_smallest` does it
+    for the best of several."""
     made: Made | None = None
     """Takes every plan that is made on the way."""
     takes_shares: bool = True

@@ -26,7 +26,7 @@ from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import overhead_of, simulate
 from ebbtide.step.unplanned import unplanned_bytes
 
-__all__ = ["is_legal", "plan_of_one", "smallest_told"]
+__all__ = ["is_legal", "plan_of_one", "smallest_told", "with_smallest"]
 
 ROOM_FOR_A_LOSS = 4
 """Times what a forward returns: what a step that waits for a loss outside has to leave, or its plan is searched for."""
@@ -88,7 +88,7 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
         found = replace(_cached(problem, options) or _searched(problem, program, asked), planned=Planned.QUICKLY)
     if found is None:
         found = _searched(problem, program, asked)
-    if found.smallest_bytes is None and not options.quick:
+    if found.smallest_bytes is None and not (options.quick or (options.plan_only and found.answer.schedule)):
         found = replace(found, smallest_bytes=_smallest(problem, options, told)[0])
     if found.smallest is not None:
         problem = replace(problem, seeds=(*problem.seeds, found.smallest))
@@ -148,6 +148,23 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
     return plan
 
 
+def with_smallest(plan: Plan, asked: Asked) -> Plan:
+    """``plan``, with the smallest budget of its program looked for if it was not, and kept so for later starts."""
+    if plan.smallest_is_searched:
+        return plan
+    program = plan.program
+    asked = _of_program(program, plan.rewritten, asked)
+    problem = _problem(program, asked)
+    told = smallest_told(asked.options.progress, plan.overhead, partial(asked.budget_for, program))
+    least, smallest = _smallest(problem, asked.options, told)
+    least = min(least, plan.timeline.above_bytes)
+    if asked.options.cache is not None and (cached := asked.options.cache.load(plan.planner, problem)) is not None:
+        asked.options.cache.store(plan.planner, problem, replace(cached, smallest_above_bytes=least))
+    if asked.options.buckets is not None:
+        asked.options.buckets.learn_smallest(program, smallest)
+    return replace(plan, smallest_bytes=asked.budget_for(program, least), smallest_is_searched=True)
+
+
 def _of_program(program: Program, rewritten: Rewritten | None, asked: Asked) -> Asked:
     """``asked`` of ``program``: with the tiers and start points that are its own, and told of as it is rewritten."""
     options, seeds = asked.options.with_tiers(), asked.seeds
@@ -179,7 +196,7 @@ def _searched(problem: Problem, program: Program, asked: Asked) -> _Found:
     near = [] if options.cache is None else options.cache.near(problem)
     problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if is_legal(problem, each))))
     answer = plan_with(problem) if finds else None  # so that plans come sooner
-    if answer is not None and options.quick:
+    if answer is not None and (options.quick or (options.plan_only and answer.schedule is not None)):
         return _Found(answer, None)
     best = None if answer is None or answer.schedule is None else _overhead(problem, answer.schedule)
     told = smallest_told(options.progress, best, partial(asked.budget_for, program))

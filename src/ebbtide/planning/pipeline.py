@@ -14,7 +14,7 @@ from ebbtide.planners.narration import interruption_noted
 from ebbtide.planning.alternatives import Hints, best_of, plan_by
 from ebbtide.planning.asked import DEFAULT_EFFORT, Asked, PlanningOptions
 from ebbtide.planning.cache import CachedAnswer
-from ebbtide.planning.one_program import is_legal, plan_of_one
+from ebbtide.planning.one_program import is_legal, plan_of_one, with_smallest
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbtide.report.plan import Plan
 from ebbtide.step.program import Program
@@ -108,18 +108,19 @@ def _plan_of_any(program: Program, asked: Asked) -> Plan:
                 if plan is not None and plan.overhead <= hints.most_overhead:
                     return plan
     stop = options.interrupt
+    several = replace(asked, budget=within, options=replace(options, plan_only=True))
     plan = best_of(
         program,
         alternatives,
         above_budget,
-        plan_one,
+        partial(plan_of_one, asked=several),
         interrupted=lambda: stop is not None and bool(stop),
         links=options.links,
         hints=hints,
     )
     if not stop and alternatives.all_known:
         choose(plan)
-    return plan
+    return plan if options.quick else with_smallest(plan, replace(asked, budget=within))
 
 
 def full_search(plan: Plan, options: PlanningOptions) -> Problem:

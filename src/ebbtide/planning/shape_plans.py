@@ -122,14 +122,20 @@ class Buckets:
         assert schedule is not None
         structure = structure_of(program)
         self._see(structure, program)
-        if smallest is not None and structure not in self._least:
-            floor = max(floor_bytes(program)[0], 1)
-            self._least[structure] = (smallest, simulate(program, smallest).above_bytes / floor)
+        if smallest is not None:
+            self.learn_smallest(program, smallest)
         if planner != PLANNER or schedule == unplanned_schedule(program):
             return
         depth = share_of(program, problem.above_budget_bytes)
         self._buckets.append(_Bucket(structure, schedule, depth, gap_of(problem, overhead_of(program, schedule))))
         del self._buckets[:-MOST]
+
+    def learn_smallest(self, program: Program, smallest: Schedule) -> None:
+        """Remember the schedule of least peak that was found for ``program``, if it is the first of its structure."""
+        structure = structure_of(program)
+        if structure not in self._least:
+            floor = max(floor_bytes(program)[0], 1)
+            self._least[structure] = (smallest, simulate(program, smallest).above_bytes / floor)
 
     def _least_of(self, structure: str) -> list[Schedule]:
         return [self._least[structure][0]] if structure in self._least else []

@@ -183,12 +183,18 @@ class Choice:
         rewrites = tuple(each for stage in known for each in stage.rewrites)
         return Choice(self.source, rewrites, tuple(known), self.finish)
 
-    def estimated(self, program: Program) -> Program:
-        """The program with the costs of ``program``, as captured, where an op is in both, else estimated ones."""
-        return self._estimates(program)[0]
+    def estimated(self, program: Program, alike: Choice | None = None) -> Program:
+        """The program with the costs of ``program``, as captured, where an op is in both, else estimated ones.
 
-    def _estimates(self, program: Program) -> tuple[Program, dict[str, Estimate]]:
+        Args:
+            program: as captured, with costs.
+            alike: a choice of the same ops and buffers, whose graph is at hand: no other is written then.
+        """
+        return self._estimates(program, alike)[0]
+
+    def _estimates(self, program: Program, alike: Choice | None = None) -> tuple[Program, dict[str, Estimate]]:
         """What :meth:`estimated` gives, and what was estimated by the names of ops."""
+        alike = alike or self
         known = {op.signature: (op.seconds, op.workspace_bytes) for op in program.ops}
         own: dict[str, Estimate] = {}
 
@@ -198,10 +204,11 @@ class Choice:
             return ours.with_costs([each for each, _ in costs], [each for _, each in costs])
 
         at = priced(self.source.program)
-        for stage in self.stages:
-            own |= stage.rule.estimates(stage.before, stage.rewrites, at, stage.after)
+        for stage in alike.stages:
+            rewrites = tuple(each for each in self.rewrites if each.rule == stage.rule.name)
+            own |= stage.rule.estimates(stage.before, rewrites, at, stage.after)
             at = priced(stage.after.program)
-        return priced(self.captured.program), own
+        return priced(alike.captured.program), own
 
     def costed(self, device: str, program: Program) -> Costed | None:
         """With costs as measured on ``device``; ``None`` if not all facts are known to hold there.
@@ -306,7 +313,9 @@ def alternatives_of(
     writing = {(rule.name, form) for rule in RULES for form in rule.writes}
 
     def made(choice: Choice, rules: Collection[str]) -> Alternative:
-        estimated = estimates.setdefault(choice.rewrites, cache(partial(choice.estimated, program)))
+        estimated = estimates.setdefault(
+            choice.rewrites, cache(lambda: choice.estimated(program, candidates.alike(choice)))
+        )
         free = [stage.rule.free for stage in choice.stages]
         refined = tuple if any(free) else partial(with_free_ones, choice, rules)
         if device is None:
@@ -395,6 +404,7 @@ class _Candidates:
     def __init__(self, captured: Captured, finish: Finish) -> None:
         self._nothing = Choice(captured, (), finish=finish)
         self._choices: dict[tuple[Rewrite, ...], Choice] = {}
+        self._shapes: dict[object, Choice] = {}
         self._combinations: dict[tuple[str, tuple[Rewrite, ...]], list[tuple[Rewrite, ...]]] = {}
 
     def choices(self, rules: Collection[str]) -> Iterator[Choice]:
@@ -409,6 +419,12 @@ class _Candidates:
                 yield choice
                 if last[sliced_alike(candidate)] == candidate:
                     yield from self._with_later(choice, others[index + 1 :])
+
+    def alike(self, choice: Choice) -> Choice:
+        """The first choice that was asked for with the same ops and buffers (``Rule.shape``)."""
+        rules = {rule.name: rule for rule in RULES}
+        shape = tuple((each.rule, rules[each.rule].shape(choice.source, each)) for each in choice.rewrites)
+        return self._shapes.setdefault(shape, choice)
 
     def with_free_candidates(self, choice: Choice, rules: Collection[str]) -> Iterator[Choice]:
         """``choice`` with each candidate of each free rule."""

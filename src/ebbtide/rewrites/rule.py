@@ -86,6 +86,10 @@ class Rule:
         """What may stand for ``rewrite`` where a fact of it does not hold, what takes the least memory first."""
         return iter(())
 
+    def shape(self, step: Captured, rewrite: Rewrite) -> object:
+        """What ops and buffers come of ``rewrite``: equal for two of which only what their ops take is different."""
+        return rewrite
+
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """``step`` with all of ``rewrites`` in it, which are of one candidate; ``step`` is left as it is."""
         raise NotImplementedError

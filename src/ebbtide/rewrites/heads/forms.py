@@ -29,7 +29,7 @@ from ebbtide.rewrites.spans import LEAST
 from ebbtide.step.rewrite import Rewrite
 from ebbtide.torch_seams.fake_tensors import mode_of
 
-__all__ = ["RULE", "facts_of", "forms_of", "larger_slices_of", "rewritten"]
+__all__ = ["RULE", "facts_of", "forms_of", "known_count", "larger_slices_of", "rewritten"]
 
 RULE = "linear-cross-entropy"
 _PARTS = (4, 16, 64)
@@ -97,6 +97,13 @@ def facts_of(head: Head, rewrite: Rewrite) -> list[Fact]:
     return facts
 
 
+def known_count(head: Head, rewrite: Rewrite) -> int:
+    """Of how many columns the logits' gradient is kept by the forward of ``rewrite``."""
+    settings = dict(rewrite.settings)
+    columns, share = settings.get("columns", 0), settings.get("percent", 0) / 100
+    return known_columns(head.sizes.vocabulary, share, columns) if columns else 0
+
+
 def rewritten(captured: Captured, rewrite: Rewrite) -> Captured:
     """``captured`` with ``rewrite`` in it; the one that is given is left as it is."""
     changed = ChangedGraph(captured)
@@ -155,7 +162,7 @@ class _Writer:
 
     def __init__(self, changed: ChangedGraph, head: Head, rewrite: Rewrite) -> None:
         self.changed, self.graph, self.nodes, self.head = changed, changed.graph, changed.nodes, head
-        self.form = rewrite.form
+        self.form, self.rewrite = rewrite.form, rewrite
         known = {**head.arguments, **dict(rewrite.settings)}
         self.values: dict[str, Any] = {
             name: self.nodes[each] if isinstance(each, fx.Node) else each for name, each in known.items()
@@ -175,10 +182,8 @@ class _Writer:
 
     def _by_slices(self) -> None:
         """``guessed`` and ``rows``: the one with a guess, and a share of columns that are known by it."""
-        columns, share = self.values["columns"], self.values.get("percent", 0) / 100
-        count = known_columns(self.head.sizes.vocabulary, share, columns) if columns else 0
         guess = self._guess() if self.form == GUESSED else None
-        self.values |= {"guess": guess, "count": count}
+        self.values |= {"guess": guess, "count": known_count(self.head, self.rewrite)}
         self._forward("forward_by_rows")
         self._gradients("backward_by_rows" if guess is None else "settle_guess", self.head.hidden_gradient)
         self._gradients("backward_by_columns", self.head.weight_gradient)

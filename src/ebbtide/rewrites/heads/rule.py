@@ -10,7 +10,7 @@ from ebbtide.capture.origin import source_of
 from ebbtide.rewrites.facts import Fact
 from ebbtide.rewrites.heads.costs import estimates
 from ebbtide.rewrites.heads.find import find_heads, head_at, worthwhile_heads
-from ebbtide.rewrites.heads.forms import RULE, facts_of, forms_of, larger_slices_of, rewritten
+from ebbtide.rewrites.heads.forms import RULE, facts_of, forms_of, known_count, larger_slices_of, rewritten
 from ebbtide.rewrites.heads.kernels import KEPT
 from ebbtide.rewrites.heads.ops import HeadOp, op_of
 from ebbtide.rewrites.heads.proof import prove_rewritten
@@ -41,6 +41,10 @@ class HeadRule(Rule):
     def instead(self, step: Captured, rewrite: Rewrite) -> Iterator[Rewrite]:
         """Larger slices."""
         return larger_slices_of(head_at(step, rewrite), rewrite)
+
+    def shape(self, step: Captured, rewrite: Rewrite) -> object:
+        """Its form, and how many columns of a gradient are kept by a guess; slices are made in any size."""
+        return rewrite.at, rewrite.form, known_count(head_at(step, rewrite), rewrite)
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """One head after the other."""

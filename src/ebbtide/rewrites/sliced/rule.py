@@ -7,7 +7,7 @@ so that none is kept from one to the other: the opening products run once more f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -65,6 +65,12 @@ class SlicedRule(Rule):
     def facts(self, step: Captured, rewrite: Rewrite) -> Sequence[Fact]:
         """What each op of its calls rests on."""
         return _facts(self._region(step, rewrite), dict(rewrite.settings))
+
+    def shape(self, step: Captured, rewrite: Rewrite) -> object:
+        """All but the sizes of slices."""
+        return replace(
+            rewrite, settings=tuple(each for each in rewrite.settings if each[0] not in self.kind.axes), facts=()
+        )
 
     def rewritten(self, step: Captured, rewrites: Sequence[Rewrite]) -> Captured:
         """All regions that ``rewrites`` name."""
