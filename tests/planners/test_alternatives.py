@@ -89,19 +89,37 @@ def test_a_refusal_asks_the_least_of_each_form() -> None:
     assert least.budget_bytes == raised.value.smallest_bytes
 
 
-def test_the_smallest_budget_is_looked_for_once_for_the_plan_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    sliced, looked_at = Sliced(), list[Program]()
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """Programs of which the smallest budget is looked for."""
+    found: list[Program] = []
 
     def counted(program: Program, *given: Any) -> tuple[int, Schedule]:
-        looked_at.append(program)
+        found.append(program)
         return smallest_of(program, *given)
 
     monkeypatch.setattr(one_program, "smallest_of", counted)
+    return found
+
+
+def test_the_smallest_budget_is_looked_for_once_for_the_plan_that_is_taken(looked_at: list[Program]) -> None:
+    sliced = Sliced()
     tried = [*sliced.of("dear", scaled(0.6, 1.2)), *sliced.of("cheap", scaled(0.6, 1.1))]
-    budget = floor_bytes(scaled(0.8))[0]
     options = PlanningOptions(alternatives=Alternatives(lambda: tried))
-    plan = make_plan(CAPTURED, Budget(bytes=budget), resident_bytes=0, options=options)
+    plan = make_plan(CAPTURED, Budget(bytes=floor_bytes(scaled(0.8))[0]), resident_bytes=0, options=options)
     assert plan.rewritten is not None
     assert plan.smallest_is_searched
     assert [each.fingerprint for each in looked_at] == [plan.program.fingerprint]
     assert plan.smallest_bytes == smallest_of(plan.program)[0]
+
+
+def test_a_refusal_does_not_ask_programs_that_need_more_by_their_floor(looked_at: list[Program]) -> None:
+    sliced = Sliced()
+    tried = [*sliced.of("one", scaled(0.9)), *sliced.of("two", scaled(0.3))]
+    options = PlanningOptions(alternatives=Alternatives(lambda: tried))
+    budget = floor_bytes(scaled(0.1))[0]
+    assert smallest_of(scaled(0.3))[0] < floor_bytes(scaled(0.9))[0]
+    with pytest.raises(BudgetError) as raised:
+        make_plan(CAPTURED, Budget(bytes=budget), resident_bytes=0, options=options)
+    assert {each.fingerprint for each in looked_at} == {scaled(0.3).fingerprint}
+    assert raised.value.smallest_bytes == smallest_of(scaled(0.3))[0]

@@ -237,7 +237,7 @@ def best_of(
     Raises:
         BudgetError: if none fits; it tells the least budget of all of them.
     """
-    tries = _Tries(program, plan_one)
+    tries = _Tries(program, plan_one, above_budget_bytes, links)
     captured = Alternative((), lambda: program, lambda: Costed((), program), free=True)
     search = _Search(program, above_budget_bytes, links, interrupted, tries, hints or Hints())
     search.consider(lambda: alternatives.first, captured)
@@ -250,8 +250,7 @@ def best_of(
         return tries.best
     if captured.rewrites not in tries.tried:
         tries.plan(captured)
-    least = min(tries.refusals, key=lambda each: each.smallest_bytes or 0)
-    tries.refusals.clear()
+    least = tries.least_refusal()
     try:
         raise least
     finally:
@@ -372,12 +371,22 @@ class _Tries:
     Args:
         program: as captured, with costs.
         plan_one: as for :func:`best_of`.
+        above_budget_bytes: likewise. Programs whose floor is above are planned only to say what they need.
+        links: likewise.
     """
 
-    def __init__(self, program: Program, plan_one: Callable[[Program, Rewritten | None], Plan]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        plan_one: Callable[[Program, Rewritten | None], Plan],
+        above_budget_bytes: float = float("inf"),
+        links: Mapping[str, Link] | None = None,
+    ) -> None:
         self.program = program
+        self._above_budget_bytes, self._links = above_budget_bytes, links
+        self._beyond: list[tuple[int, int, Program, Rewritten | None]] = []  # floor, and a number that tells them apart
         self.best: Plan | None = None
-        self.refusals: list[BudgetError] = []
+        self._refusals: list[BudgetError] = []
         self.tried: set[tuple[Rewrite, ...]] = set()
         self.all_known = True
         self._plan_one = plan_one
@@ -396,10 +405,30 @@ class _Tries:
         candidate = _surrounded(costed.program, self.program)
         note_alike(candidate, self._programs)
         self._programs.append(candidate)
+        if (floor := _floor(candidate, self._links)) > self._above_budget_bytes:
+            self._beyond.append((floor, len(self._beyond), candidate, rewritten))
+            return False
+        return self._plan(candidate, rewritten)
+
+    @property
+    def count_refused(self) -> int:
+        """How many have no plan."""
+        return len(self._refusals) + len(self._beyond)
+
+    def least_refusal(self) -> BudgetError:
+        """Of all refusals, the one that names the least budget; a program whose floor is no less is not asked."""
+        for floor, _, candidate, rewritten in sorted(self._beyond, key=lambda each: each[:2]):
+            known = [(each.smallest_bytes or 0) - (each.budget_bytes or 0) for each in self._refusals]
+            if not known or floor - self._above_budget_bytes < min(known):
+                self._plan(candidate, rewritten)
+        refusals, self._refusals = self._refusals, []
+        return min(refusals, key=lambda each: each.smallest_bytes or 0)
+
+    def _plan(self, candidate: Program, rewritten: Rewritten | None) -> bool:
         try:
             plan = self._plan_one(candidate, rewritten)
         except BudgetError as error:
-            self.refusals.append(error.with_traceback(None))  # whose frames hold this object
+            self._refusals.append(error.with_traceback(None))  # whose frames hold this object
             return False
         if self.best is None or plan.step_seconds < self.best.step_seconds:
             self.best = plan
@@ -408,13 +437,13 @@ class _Tries:
 
 def _try_the_smallest(alternatives: Sequence[Alternative], tries: _Tries) -> None:
     """A plan of one of the least floors after all, for these are estimates; or let them say what they would need."""
-    refused = len(tries.refusals)
+    refused = tries.count_refused
     lowest = lowest_of_each_kind(alternatives)
     refined = [one for each in lowest for one in each.refined()]
     for each in _by_floor([*lowest, *refined]):
         if each.why_not():  # what is not known to hold here refuses nothing
             continue
-        if len(tries.refusals) - refused >= _MOST_REFUSED or tries.plan(each):
+        if tries.count_refused - refused >= _MOST_REFUSED or tries.plan(each):
             return
 
 
