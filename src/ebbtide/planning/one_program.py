@@ -152,7 +152,7 @@ def with_smallest(plan: Plan, asked: Asked) -> Plan:
     """``plan``, with the smallest budget of its program looked for if it was not, and kept so for later starts."""
     if plan.smallest_is_searched:
         return plan
-    program = plan.program
+    begin, program = time.perf_counter(), plan.program
     asked = _of_program(program, plan.rewritten, asked)
     problem = _problem(program, asked)
     told = smallest_told(asked.options.progress, plan.overhead, partial(asked.budget_for, program))
@@ -162,7 +162,12 @@ def with_smallest(plan: Plan, asked: Asked) -> Plan:
         asked.options.cache.store(plan.planner, problem, replace(cached, smallest_above_bytes=least))
     if asked.options.buckets is not None:
         asked.options.buckets.learn_smallest(program, smallest)
-    return replace(plan, smallest_bytes=asked.budget_for(program, least), smallest_is_searched=True)
+    return replace(
+        plan,
+        smallest_bytes=asked.budget_for(program, least),
+        smallest_is_searched=True,
+        plan_seconds=plan.plan_seconds + time.perf_counter() - begin,
+    )
 
 
 def _of_program(program: Program, rewritten: Rewritten | None, asked: Asked) -> Asked:
@@ -297,14 +302,15 @@ def _smallest(problem: Problem, options: PlanningOptions, tell: Callable[[int], 
     known = None if options.buckets is None else options.buckets.smallest(problem)
     if known is not None:
         return known
-    if not options.quick and options.cache is not None and (schedule := options.cache.least(problem)) is not None:
-        if is_legal(problem, schedule):
-            return simulate(problem.program, schedule, problem.machine).above_bytes, schedule
+    cache = None if options.quick else options.cache
+    kept = None if cache is None else cache.least(problem)
+    if kept is not None and is_legal(problem, kept):
+        return simulate(problem.program, kept, problem.machine).above_bytes, kept
     limitless = problem.interrupt.without_limit()
     effort = min(QUICK_EFFORT, smallest_search.FIRST_EFFORT) if options.quick else None
     found = smallest_of(problem.program, effort, limitless, problem.links, tell)
-    if not options.quick and options.cache is not None and not limitless:
-        options.cache.keep_least(problem, found[1])
+    if cache is not None and not limitless:
+        cache.keep_least(problem, found[1])
     return found
 
 
