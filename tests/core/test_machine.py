@@ -18,11 +18,25 @@ NAMES = [
     "v100-16gb",
     "v100-32gb",
     "t4-16gb",
+    "rtx3060-12gb",
+    "rtx3090-24gb",
+    "rtx4080-16gb",
     "rtx4090-24gb",
+    "rtx5090-32gb",
+    "rtxa6000-48gb",
+    "rtx6000ada-48gb",
+    "a10g-24gb",
+    "l4-24gb",
+    "l40s-48gb",
+    "a30-24gb",
     "a100-40gb",
     "a100-80gb",
+    "h20-96gb",
     "h100-80gb",
+    "h100nvl-94gb",
     "h200-141gb",
+    "b200-180gb",
+    "gb200-186gb",
 ]
 CUDA = NAMES[1:]
 NUMBERS = ["memory_bytes", "flops", "bytes_per_second", "launch_seconds", "granularity_bytes"]
@@ -83,7 +97,7 @@ def test_the_numbers_of_a_card_are_in_range(name: str) -> None:
     machine = machine_named(name)
     assert machine.device == "cuda"
     assert machine.granularity_bytes == 512
-    assert 5e12 < machine.flops["float32"] < 1e14
+    assert 5e12 < machine.flops["float32"] < 2e14
     assert all(peak >= machine.flops["float32"] for peak in machine.flops.values())
     assert 2e11 < machine.bytes_per_second < 1e13
     assert 1e-6 < machine.launch_seconds < 1e-5
@@ -94,7 +108,71 @@ def test_the_numbers_of_a_card_are_in_range(name: str) -> None:
 
 def test_only_cards_with_bfloat16_list_it() -> None:
     having = [name for name in NAMES if "bfloat16" in machine_named(name).flops]
-    assert having == ["rtx4090-24gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb"]
+    assert having == NAMES[NAMES.index("rtx3060-12gb") :]
+
+
+# Multiprocessors and boost clocks are a second way to the peaks: an Ampere, Ada or Blackwell multiprocessor of these
+# cards has 128 float32 units. Tensor cores of GeForce cards and of the A10G give float16 with float32 accumulation at
+# twice the rate of these units, those of professional cards at four times.
+MULTIPROCESSORS = {
+    "rtx3060-12gb": (28, 1.777e9, 2),
+    "rtx3090-24gb": (82, 1.695e9, 2),
+    "rtx4080-16gb": (76, 2.505e9, 2),
+    "rtx4090-24gb": (128, 2.520e9, 2),
+    "rtx5090-32gb": (170, 2.407e9, 2),
+    "rtxa6000-48gb": (84, 1.800e9, 4),
+    "rtx6000ada-48gb": (142, 2.505e9, 4),
+    "a10g-24gb": (80, 1.710e9, 2),
+    "l4-24gb": (58, 2.040e9, 4),
+    "l40s-48gb": (142, 2.520e9, 4),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPROCESSORS)
+def test_peaks_are_those_of_multiprocessors_and_clock(name: str) -> None:
+    count, clock, times = MULTIPROCESSORS[name]
+    flops = machine_named(name).flops
+    assert flops["float32"] == pytest.approx(count * 128 * 2 * clock, rel=0.01)
+    assert flops["float16"] == flops["bfloat16"] == pytest.approx(times * flops["float32"], rel=0.02)
+
+
+def test_cards_of_one_chip_are_ordered_as_they_are_sold() -> None:
+    def peaks(name: str) -> tuple[float, float]:
+        machine = machine_named(name)
+        return machine.flops_for("bfloat16"), machine.bytes_per_second
+
+    for less, more in [
+        ("rtx3060-12gb", "rtx3090-24gb"),
+        ("rtx4080-16gb", "rtx4090-24gb"),
+        ("rtx4090-24gb", "rtx5090-32gb"),
+        ("a10g-24gb", "rtxa6000-48gb"),
+        ("l4-24gb", "l40s-48gb"),
+        ("a30-24gb", "a100-40gb"),
+        ("h20-96gb", "h200-141gb"),
+        ("h100nvl-94gb", "h200-141gb"),
+        ("h200-141gb", "b200-180gb"),
+        ("b200-180gb", "gb200-186gb"),
+    ]:
+        assert all(a < b for a, b in zip(peaks(less), peaks(more), strict=True)), (less, more)
+
+
+# Lanes' line rates in both directions together stand on datasheets: 32, 64 and 128 GB/s for sixteen lanes.
+PCI_EXPRESS = {"3.0": 12.6e9, "4.0": 25.2e9, "5.0": 50.4e9}
+
+
+@pytest.mark.parametrize("name", CUDA)
+def test_the_link_is_that_of_its_generation_of_pci_express(name: str) -> None:
+    machine = machine_named(name)
+    source = machine.sources["links.host.bytes_per_second"]
+    rate = machine.links["host"].out_bytes_per_second
+    if name == "gb200-186gb":  # half of what Grace's memory gives both ways to each of two cards
+        assert source.startswith("estimate: ")
+        assert PCI_EXPRESS["5.0"] < rate < 512e9 / 4
+        return
+    generation = source.removeprefix("PCI Express Base Specification ").split(",")[0]
+    assert rate == PCI_EXPRESS[generation]
+    newest = {"7": "3.0", "6": "3.0", "5": "3.0", "8": "4.0", "9": "5.0", "10": "5.0", "12": "5.0"}
+    assert generation == newest[machine.capability.split(".")[0]]
 
 
 def test_the_machine_at_hand_counts_requested_bytes_and_has_no_tiers() -> None:

@@ -44,7 +44,7 @@ def test_a_refusal_names_the_machines_that_would_do(step: AheadStep) -> None:
     text = str(caught.value)
     assert (
         "t4-16gb has 12.00 MiB, 10.00 MiB of it usable, which no plan that was found fits; "
-        "of the catalogue, m40-12gb, titanxp-12gb,"
+        "of the catalogue, m40-12gb, rtx3060-12gb, titanxp-12gb,"
     ) in text
     assert text.index("t4-16gb,") < text.index("a100-40gb") < text.index("h200-141gb")
 
