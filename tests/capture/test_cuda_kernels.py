@@ -25,6 +25,8 @@ from ebbtide.capture.joint import Captured
 from ebbtide.capture.offline import capture
 from ebbtide.capture.without_memory import without_memory
 from ebbtide.case import Case
+from ebbtide.cost.call import call_with
+from ebbtide.cost.cuda_workspace import workspace_bytes
 from ebbtide.errors import CaptureError
 from ebbtide.options import Options
 from ebbtide.planners.search.smallest import smallest_of
@@ -243,6 +245,29 @@ def test_settings_of_the_user_decide_as_on_cuda() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert kernel_for(Attention(q, q, q), (9, 0)) == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("name", "multiprocessors"),
+    [
+        ("rtxa6000-48gb", 84),
+        ("l40s-48gb", 142),
+        ("h200-141gb", 132),
+        ("b200-180gb", 148),
+        ("gb200-186gb", 152),
+        ("rtx5090-32gb", 170),
+    ],
+)
+def test_a_deterministic_flash_backward_has_its_sums_for_every_multiprocessor(name: str, multiprocessors: int) -> None:
+    tensor = torch.empty(1, 1, 128, 32, dtype=HALF, device="meta")
+    call = call_with(BACKWARD["flash"], [tensor] * 5, {}, [])
+    once = 4 * 128 * 32
+    assert once < workspace_bytes(call, machine_named(name)) < 2 * once
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert workspace_bytes(call, machine_named(name)) >= multiprocessors * once
     finally:
         torch.use_deterministic_algorithms(False)
 

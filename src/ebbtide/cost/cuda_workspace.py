@@ -52,8 +52,9 @@ _BATCH_NORMS = {
     "ebbtide_cuda.batch_norm_backward.default": 5.5,
 }
 """Bytes of a row of a tile (definition 5)."""
-_MULTIPROCESSORS = {(7, 0): 80, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132}
-_MOST_MULTIPROCESSORS = 170
+_MULTIPROCESSORS = {(7, 0): 80, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 152, (12, 0): 188}
+"""Of the largest card of each capability: RTX A6000, L40S, GB200, RTX PRO 6000 and the like."""
+_MOST_MULTIPROCESSORS = 188
 _CUBLAS_LT_BYTES = 2**20
 _STEP_THREADS = 2  # the caller's and autograd's
 
