@@ -119,6 +119,13 @@ def test_a_card_without_room_for_the_probe_has_the_link_of_the_catalogue(
     assert like_of("99.0", 0)[1].tier == "host"
 
 
+def test_a_card_that_the_catalogue_does_not_know_is_not_taken_for_one_beside_its_host() -> None:
+    """A B300 is next to a GB200 by its memory, but may be on PCI Express."""
+    assert like_of("10.0", 185 * 2**30)[0] == "gb200-186gb"
+    name, link = like_of("10.3", 270 * 2**30)
+    assert (name, link.out_bytes_per_second) == ("b200-180gb", 50.4e9)
+
+
 def test_a_host_without_room_for_the_probe_says_so(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "free_host_bytes", lambda: 1000)
     with pytest.raises(TierError, match="needs"):

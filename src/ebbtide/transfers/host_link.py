@@ -4,7 +4,8 @@
    The link is duplex if both at once take less than three quarters of what they take in turn.
 2. The latency is what a small copy takes besides its bytes, one after the other. What computing loses meanwhile is
    seen by sums on the stream that computes, with and without copies under way: both need the device's memory.
-3. Where a card has no room for the probe, its link is that of the catalogue's machine that is most like it.
+3. Where a card has no room for the probe, its link is that of the catalogue's machine that is most like it; a card of
+   a capability that the catalogue lacks is taken to be on PCI Express.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _PIECE_BYTES = 32 * 2**20
 _SMALL_BYTES = 64 * 2**10
 _ROUNDS = 3
 _DUPLEX = 0.75
+_PCI_EXPRESS = 63.0e9  # the line rate of generation 5 (``machines.toml``), which no link of the catalogue reaches on it
 
 Rates = tuple[float, float, float, float, bool]
 """Bytes per second out and in, latency in seconds, share of computing that is lost, duplex."""
@@ -110,6 +112,8 @@ def measure_host(tier: HostTier, device: torch.device) -> Rates:
 def like_of(capability: str, memory_bytes: int) -> tuple[str, Link]:
     """Name and link of the catalogue's machine that is most like this card (definition 3)."""
     cards = [(name, each) for name, each in catalogue().items() if "host" in each.links]
-    known = [(name, each) for name, each in cards if each.capability == capability] or cards
+    known = [(name, each) for name, each in cards if each.capability == capability] or [
+        (name, each) for name, each in cards if each.links["host"].out_bytes_per_second < _PCI_EXPRESS
+    ]
     name, found = min(known, key=lambda item: abs(item[1].memory_bytes - memory_bytes))
     return name, found.links["host"]
