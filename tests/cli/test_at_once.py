@@ -25,8 +25,12 @@ AT_ONCE: list[tuple[list[str], int, str]] = [
     (["--version"], 0, "ebbtide "),
     *(
         ([command, "-h"], 0, "--help")
-        for command in ("demo", "plan", "compare", "max-batch", "doctor", "report", "show")
+        for command in ("demo", "plan", "compare", "max-batch", "doctor", "report", "show", "machines")
     ),
+    (["machines"], 0, "a100-80gb"),
+    (["machines", "a100-80gb"], 0, "NVIDIA A100 datasheet"),
+    (["machines", "a100-80gb", "--json"], 0, '"name": "a100-80gb"'),
+    (["machines", "a100-80g"], 2, "did you mean 'a100-80gb'"),
     (["show", "nobody.json"], 2, "there is no file nobody.json"),
     (["report", "nobody.json"], 2, "ebbtide plan"),
     (["report", "nobody.json", "--out", "nowhere/page.html"], 2, "no folder nowhere"),
@@ -127,6 +131,7 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     assert complete("ebbtide plan --pla") == ["--planner"]
     assert complete("ebbtide plan --planner gre") == ["greedy"]
     assert complete("ebbtide plan --machine a100") == ["a100-40gb", "a100-80gb"]
+    assert complete("ebbtide machines rtx50") == ["rtx5090-32gb"]
     assert complete("ebbtide plan zoo:mlp") == ["zoo:mlp_chain"]
     assert complete("ebbtide doctor --optimizer adamw") == ["adamw"]
 

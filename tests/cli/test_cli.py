@@ -85,7 +85,9 @@ def test_version() -> None:
     assert result.stdout == f"ebbtide {ebbtide.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "demo", "plan", "compare", "max-batch", "doctor", "report", "show"])
+@pytest.mark.parametrize(
+    "command", ["", "demo", "plan", "compare", "max-batch", "doctor", "report", "show", "machines"]
+)
 @pytest.mark.parametrize("columns", [60, 80])
 def test_no_help_is_cut_off(command: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -18,6 +18,7 @@ from ebbtide.cli.calibrate import calibrate
 from ebbtide.cli.compare import compare
 from ebbtide.cli.demo import demo
 from ebbtide.cli.doctor import doctor
+from ebbtide.cli.machines import machines
 from ebbtide.cli.max_batch import max_batch
 from ebbtide.cli.plan import plan
 from ebbtide.cli.refusals import in_words
@@ -94,6 +95,7 @@ app.command(short_help="Find the largest batch whose training step fits a budget
 app.command(short_help="Tell what takes a step's memory, and what would lower it.")(doctor)
 app.command(short_help="Print a saved plan, or what it does with one tensor.")(show)
 app.command(short_help="Write a report of a saved plan: one HTML page.")(report)
+app.command(short_help="List the machines that plans can be for, with sources.")(machines)
 app.command(short_help="Measure this machine and its disks, for later plans.")(calibrate)
 
 

@@ -10,6 +10,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -19,7 +20,7 @@ from ebbtide.errors import UsageError
 from ebbtide.files import cache_directory, keep, read_record
 from ebbtide.names import did_you_mean
 
-__all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "keep_machine", "machine_named"]
+__all__ = ["Link", "Machine", "catalogue", "is_elsewhere", "keep_machine", "machine_named", "measured_on"]
 
 _LEAST_RATE = 1e-3  # per second; with MOST_SECONDS (``program``) in mind, what a file says stays finite when added up
 _MOST_DELAY = 1e9
@@ -230,6 +231,16 @@ def keep_machine(machine: Machine) -> Path | None:
     path = _measured_path()
     data = {"schema": _MEASURED_SCHEMA, "machine": machine.to_json()}
     return path if keep(path, path.with_name(".lock"), lambda: data) else None
+
+
+def measured_on() -> date | None:
+    """The day on which the machine at hand was measured; ``None`` if it was not."""
+    if _measured() is None:
+        return None
+    try:
+        return date.fromtimestamp(_measured_path().stat().st_mtime)
+    except OSError:  # it has gone since
+        return None
 
 
 def _measured() -> Machine | None:
