@@ -6,7 +6,6 @@ attention gets is written out by hand, case by case, from PyTorch's documentatio
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -446,7 +445,7 @@ SLOW = ("hf_bert", "lstm_lm")  # the others are long
 )
 def test_a_model_for_a_card_has_no_op_of_the_cpu(name: str) -> None:
     build, part = CASES[name]
-    with contextlib.nullcontext() if name == "vit" else without_memory():  # its initialisation reads values
+    with without_memory():
         case = build()
     machine = machine_named("a100-80gb")
     step = capture_ahead(case.model, case.args, case.kwargs, name=name, options=Options(machine=machine))

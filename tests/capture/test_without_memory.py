@@ -73,6 +73,22 @@ def test_models_with_memory_are_converted_as_ever() -> None:
     assert weight.dtype is torch.float16
 
 
+@pytest.mark.parametrize("std", [0.02, 40.0], ids=["most within the limits", "few within them"])
+def test_truncated_normals_without_memory(std: float) -> None:
+    """They are drawn again until all are within their limits, which nobody can see here."""
+
+    def made() -> nn.Linear:
+        layer = nn.Linear(8, 8)
+        nn.init.trunc_normal_(layer.weight, std=std)
+        return layer
+
+    with without_memory():
+        layer = made()
+    assert layer.weight.shape == (8, 8)
+    assert isinstance(layer.weight, nn.Parameter)
+    assert made().weight.abs().max() <= 2, "as ever outside"
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_what_is_on_meta_is_traced_as_on_a_device(inside: bool) -> None:
     """On ``meta`` itself the loss would have no gradient, and the attention before it none either."""

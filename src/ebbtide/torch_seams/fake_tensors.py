@@ -41,6 +41,7 @@ __all__ = [
     "fakes_are_stepped_as_parameters",
     "forget_descriptions",
     "has_symbolic_sizes",
+    "initialisation_reads_no_values",
     "kernel_choices",
     "mode_of",
     "numbers_are",
@@ -164,6 +165,20 @@ class _Converted(threading.local):
 
 
 _converted = _Converted()
+
+
+def initialisation_reads_no_values() -> Patch:
+    """While open, ``nn.init.trunc_normal_`` leaves fake tensors as they are, as it leaves those on ``meta``.
+
+    It draws again until every number is within its limits, and so asks for values.
+    """
+
+    def drawn(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda tensor, *args, **kwargs: (
+            tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
+        )
+
+    return wrapped(Attribute(torch.nn.init, "_no_grad_trunc_normal_"), drawn, this_thread=True)
 
 
 def conversions_replace() -> Patch:

@@ -143,3 +143,11 @@ def modules_of_fake_tensors_are_converted() -> None:
         layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LSTM(2, 2)).to(torch.bfloat16)
     kinds = {each.dtype for each in layers.parameters()}
     expect(kinds == {torch.bfloat16}, f"a module converted to bfloat16 has parameters of {kinds}")
+
+
+@canary
+def truncated_normals_ask_fakes_for_no_value() -> None:
+    """``nn.init.trunc_normal_`` does what it does in a function that is looked up in its module."""
+    with fake_tensors.initialisation_reads_no_values(), fake_tensors.sizes_only():
+        weight = torch.nn.init.trunc_normal_(torch.nn.Parameter(torch.empty(4, 4)), std=0.02)
+    expect(isinstance(weight, fake_tensors.FakeTensor), "a truncated normal is another tensor")
