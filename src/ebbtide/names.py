@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from ebbtide.errors import EbbtideError, UnknownArgument, UsageError, without_frames
 
 __all__ = [
+    "DTYPES",
     "PUBLISHED_PLANNERS",
     "PUBLISHED_ZOO",
     "ZOO",
@@ -26,23 +27,33 @@ __all__ = [
 ZOO = (
     "gpt",
     "gpt2_small",
+    "gpt2_xl",
     "hf_bert",
     "hf_gpt2",
     "hf_llama",
     "hf_t5",
     "llama",
+    "llama3_70b",
+    "llama3_8b",
     "llama_70b",
     "llama_70b_lora",
     "llama_8b",
     "llama_small",
+    "mistral_7b",
     "mlp_chain",
+    "qwen3_32b",
+    "qwen3_8b",
     "resnet101",
     "resnet152",
     "resnet200",
     "resnet50",
     "unet",
+    "vit_l",
+    "whisper_large",
 )
 """What ``zoo:NAME`` may name; here, so that who mistypes one is answered without importing the models and torch."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of parameters and activations, where a case has them to choose."""
 ZOO_GROUP = "ebbtide.zoo"
 """The group of entry points by which other installed packages bring models: per name the function of its case."""
 PUBLISHED_ZOO = (

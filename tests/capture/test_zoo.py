@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ebbtide.capture.without_memory import without_memory
 from ebbtide.case import Case
 from ebbtide.errors import UsageError
 from ebbtide.names import ZOO_GROUP, zoo_names
 from ebbtide.zoo import (
     MODELS,
+    PRESETS,
     build,
     gpt2_small,
     hf_gpt2,
@@ -39,9 +41,14 @@ HF_MISSING = importlib.util.find_spec("transformers") is None
 needs_transformers = pytest.mark.skipif(HF_MISSING, reason="needs transformers")
 
 
+def needs(name: str) -> bool:
+    """Whether it is one of Hugging Face's models."""
+    return name.startswith("hf_") or name in PRESETS
+
+
 def named(names: list[str]) -> list[Any]:
     """Names as parameters; those of Hugging Face's models skip where transformers is missing."""
-    return [pytest.param(name, marks=needs_transformers if name.startswith("hf_") else ()) for name in names]
+    return [pytest.param(name, marks=needs_transformers if needs(name) else ()) for name in names]
 
 
 def parameters(case: Case) -> int:
@@ -121,9 +128,9 @@ def test_a_step_is_finite_and_reaches_every_parameter(name: str) -> None:
         assert parameter.grad.any(), key
 
 
-@pytest.mark.parametrize("name", named(sorted(MODELS)))
+@pytest.mark.parametrize("name", named(sorted({*MODELS, *PRESETS})))
 def test_the_integer_is_the_batch(name: str) -> None:
-    with FakeTensorMode():
+    with without_memory():
         case = build(name, 3)
         tensors = [*case.args, *case.kwargs.values()]
         assert case.model.training
@@ -168,12 +175,12 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         build("nobody")
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(MODELS) if name.startswith("hf_")])
+@pytest.mark.parametrize("name", [name for name in sorted({*MODELS, *PRESETS}) if needs(name)])
 def test_without_transformers_the_error_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(module: str) -> ModuleSpec | None:
         return None
 
-    monkeypatch.setattr("ebbtide.zoo.hf.find_spec", nothing)
+    monkeypatch.setattr("ebbtide.zoo.packages.find_spec", nothing)
     with pytest.raises(UsageError, match=rf"zoo:{name} .*pip install transformers"):
         build(name)
 

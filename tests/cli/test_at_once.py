@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from ebbtide.cli import app
 from ebbtide.cli.optimizers import OPTIMIZERS
 from ebbtide.names import ZOO
-from ebbtide.zoo import MODELS
+from ebbtide.zoo import MODELS, PRESETS
 
 AT_ONCE: list[tuple[list[str], int, str]] = [
     (["--help"], 0, "max-batch"),
@@ -39,6 +39,9 @@ AT_ONCE: list[tuple[list[str], int, str]] = [
     (["plan", "zoo:gpt", "--budget", "lots"], 2, "12GiB"),
     (["plan", "zoo:gtp", "--budget", "1GB"], 2, "did you mean 'gpt'"),
     (["plan", "nobody.py:f", "--budget", "1GB"], 2, "no file nobody.py"),
+    (["plan", "hf:nobody.json", "--budget", "1GB"], 2, "no file or folder nobody.json"),
+    (["plan", "hf:nobody/model", "--budget", "1GB"], 2, "nothing is downloaded"),
+    (["plan", "zoo:gpt", "--dtype", "f16", "--budget", "1GB"], 2, "none of float32, bfloat16, float16"),
     (["plan", "zoo:gpt", "--budget", "1GB", "--planner", "atuo"], 2, "did you mean 'auto'"),
     (["plan", "zoo:gpt", "--budget", "1GB", "--machine", "a100-80g"], 2, "did you mean 'a100-80gb'"),
     (["plan", "zoo:gpt", "--budget", "1GB", "--optimizer", "sdg"], 2, "did you mean 'sgd'"),
@@ -133,6 +136,8 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     assert complete("ebbtide plan --machine a100") == ["a100-40gb", "a100-80gb"]
     assert complete("ebbtide machines rtx50") == ["rtx5090-32gb"]
     assert complete("ebbtide plan zoo:mlp") == ["zoo:mlp_chain"]
+    assert complete("ebbtide plan hf") == ["hf:"]
+    assert complete("ebbtide plan --dtype b") == ["bfloat16"]
     assert complete("ebbtide doctor --optimizer adamw") == ["adamw"]
 
 
@@ -152,7 +157,7 @@ def test_completion_can_be_shown_and_installed(shell: str, tmp_path: Path) -> No
 
 
 def test_the_zoos_names_are_those_it_has() -> None:
-    assert tuple(sorted(MODELS)) == tuple(sorted(ZOO))
+    assert sorted([*MODELS, *PRESETS]) == sorted(ZOO)
 
 
 # -- what the options of commands do -------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ REFUSED = [
     ("plan zoo:mlp_chain --budget 60% --tiers foo", "or none for no movement"),
     ("max-batch zoo:mlp_chain --budget 1MiB --overhead -1", "one-forward, or any"),
     ("max-batch zoo:mlp_chain --budget 60%", "for example --budget 16GiB"),
-    ("plan zoo:gpt2 --budget 60%", "did you mean 'gpt2_small' or 'hf_gpt2'?"),
+    ("plan zoo:gpt2 --budget 60%", "did you mean 'gpt2_small' or 'gpt2_xl'?"),
     ("doctor zoo:mlp_chain --planner greedy", "give --budget 60% besides"),
     ("compare zoo:mlp_chain --budgets ,", "--budgets names none"),
 ]

@@ -101,7 +101,7 @@ def test_what_does_not_fit_once_is_refused_by_its_name() -> None:
 def test_every_model_says_its_sizes(name: str) -> None:
     sizes = sizes_of(name)
     assert sizes[0] in ("batch", "length")
-    assert set(sizes) <= {"batch", "layers", "length", "image"}
+    assert set(sizes) <= {"batch", "layers", "length", "image", "dtype", "lora"}
 
 
 def test_the_zoo_builds_by_size() -> None:

@@ -22,7 +22,8 @@ __all__ = ["calibrate"]
 
 def calibrate(
     case: Annotated[
-        str | None, typer.Argument(help="zoo:NAME or FILE.py:function: find out what rewrites of its step rest on")
+        str | None,
+        typer.Argument(help="zoo:NAME, hf:PATH or FILE.py:function: find out what its rewrites rest on"),
     ] = None,
     size: Size = None,
     tiers: Tiers = None,

@@ -1,4 +1,4 @@
-"""What a command is asked to plan for: ``zoo:NAME``, ``FILE.py:function`` or ``graph.json``."""
+"""What a command is asked to plan for: ``zoo:NAME``, ``hf:PATH``, ``FILE.py:function`` or ``graph.json``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from ebbtide.case import Case
+from ebbtide.cli.configurations import PREFIX, name_of, read_configuration
 from ebbtide.errors import EbbtideError, UsageError
 from ebbtide.names import require_zoo_name
 from ebbtide.signals import raised_by_a_handler
@@ -22,17 +23,46 @@ from ebbtide.signals import raised_by_a_handler
 if TYPE_CHECKING:
     from ebbtide.step.program import Program
 
-__all__ = ["blame", "check_case", "is_graph", "load_case", "refuse_for_graphs", "refuse_to_offload_nothing"]
+__all__ = [
+    "blame",
+    "check_case",
+    "is_graph",
+    "is_sized",
+    "load_case",
+    "model_of",
+    "refuse_for_graphs",
+    "refuse_to_offload_nothing",
+]
 
+_ZOO = "zoo:"
 _FORMS = (
-    "a case is zoo:NAME, FILE.py:function (the function takes an int and returns an ebbtide.Case), "
+    "a case is zoo:NAME, hf:PATH (a config.json of transformers), FILE.py:function (the function takes an int and "
+    "returns an ebbtide.Case), "
     "or graph.json (networkx node-link)"
 )
 
 
 def is_graph(text: str) -> bool:
     """Whether ``text`` names a graph file."""
-    return text.endswith(".json")
+    return text.endswith(".json") and not is_sized(text)
+
+
+def is_sized(text: str) -> bool:
+    """Whether ``text`` names a model that is made here and has sizes by name, of the zoo or of a configuration."""
+    return text.startswith((_ZOO, PREFIX))
+
+
+def model_of(text: str) -> Callable[..., Case]:
+    """The function that makes the cases of ``text``, which :func:`is_sized`.
+
+    Raises:
+        UsageError: if it names nothing.
+    """
+    from ebbtide import zoo
+
+    if text.startswith(PREFIX):
+        return zoo.model_of(zoo.Configuration(text, name_of(text), read_configuration(text)))
+    return zoo.model_named(text.removeprefix(_ZOO))
 
 
 def check_case(text: str, size: int | None = None) -> None:
@@ -45,6 +75,9 @@ def check_case(text: str, size: int | None = None) -> None:
         raise UsageError(f"--size {size} is not 1 or more", argument="size", value=size)
     if is_graph(text):
         return
+    if text.startswith(PREFIX):
+        read_configuration(text)
+        return
     head, colon, tail = text.rpartition(":")
     if not colon or not tail or not (head == "zoo" or head.endswith(".py")):
         raise UsageError(f"{text!r} is not a case: {_FORMS}", argument="case", value=text)
@@ -55,15 +88,15 @@ def check_case(text: str, size: int | None = None) -> None:
 
 
 def load_case(
-    text: str, size: int | None = None, *, fake: bool = False, sizes: Mapping[str, int] | None = None
+    text: str, size: int | None = None, *, fake: bool = False, sizes: Mapping[str, int | str] | None = None
 ) -> Case | Program:
     """What ``text`` names.
 
     Args:
-        text: ``zoo:NAME``, ``FILE.py:function`` or a path that ends in ``.json``.
+        text: ``zoo:NAME``, ``hf:PATH``, ``FILE.py:function`` or a path that ends in ``.json``.
         size: passed to the function: batch, length or layers, as it takes it. ``None`` is its own default.
         fake: build the model under ``FakeTensorMode``: shapes without memory.
-        sizes: others of a model of the zoo, as :func:`ebbtide.zoo.build` takes them.
+        sizes: others by name, where it :func:`is_sized`.
 
     Raises:
         UsageError: if ``text`` names nothing, saying what would work.
@@ -73,13 +106,14 @@ def load_case(
         return _graph(Path(text))
     from ebbtide.capture.without_memory import without_memory
 
-    head, _, tail = text.rpartition(":")
     mode = without_memory() if fake else contextlib.nullcontext()
-    if head == "zoo":
-        from ebbtide.zoo import build
+    if is_sized(text):
+        from ebbtide.zoo import sized
 
+        model = model_of(text)
         with mode:
-            return build(tail, size, **(sizes or {}))
+            return sized(model, text, size, sizes or {})
+    head, _, tail = text.rpartition(":")
     with blame(text):
         function = _function(Path(head), tail)
         arguments = _arguments(function, size, text)
@@ -149,6 +183,8 @@ def _graph(path: Path) -> Program:
         raise UsageError(f"{path} is not JSON ({error}); {_FORMS}") from error
     if isinstance(data, dict) and str(data.get("schema", "")).startswith("ebbtide-plan"):
         raise UsageError(f"{path} is a plan already; read it with ebbtide.Plan.load, or name a graph file")
+    if isinstance(data, dict) and "model_type" in data:
+        raise UsageError(f"{path} is a configuration of transformers and no graph file; name it hf:{path}")
     name = data.get("graph", {}).get("name") if isinstance(data, dict) and isinstance(data.get("graph"), dict) else None
     return program_from_graph(data, name=str(name or path.stem))
 

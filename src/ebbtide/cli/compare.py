@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbtide.cli.arguments import CaseName, Image, Layers, Length, ReportFile, Size, sizes_of_zoo
+from ebbtide.cli.arguments import CaseName, ReportFile, Size, check_sizes
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import with_options
+from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import check_page, check_picture, save_frontier, save_report, write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import UsageError
@@ -48,9 +48,7 @@ def compare(
     planners: Annotated[str, typer.Option(help="names separated by commas, settings included, or all")] = "all",
     options: Options,
     size: Size = None,
-    layers: Layers = None,
-    length: Length = None,
-    image: Image = None,
+    sizes: Sizes,
     run: Annotated[bool, typer.Option("--run", help="run every plan here and measure it")] = False,
     report: ReportFile = None,
     plot: Annotated[
@@ -81,7 +79,7 @@ def compare(
     if run and options.inside:
         raise UsageError("--run runs the step without its optimizer; leave --run or --step inside out")
     check_request(case, size, options, run=run)
-    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
+    check_sizes(case, sizes)
 
     import_large("numpy", "torch")
     from ebbtide.report.text.compare import row_of, write_rows

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.arguments import AsJson, CaseName, Image, Layers, Length, Size, sizes_of_zoo
+from ebbtide.cli.arguments import AsJson, CaseName, Size, check_sizes
 from ebbtide.cli.imports import import_large
-from ebbtide.cli.options import with_options
+from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import CaptureError, UsageError
@@ -34,9 +34,7 @@ def doctor(
     ] = None,
     options: Options,
     size: Size = None,
-    layers: Layers = None,
-    length: Length = None,
-    image: Image = None,
+    sizes: Sizes,
     top: Annotated[int, typer.Option(min=1, help="how many places to list by bytes")] = 10,
     as_json: AsJson = False,
 ) -> None:
@@ -53,7 +51,7 @@ def doctor(
             f"--planner {planner} is judged by a plan within a budget; give --budget 60% besides", argument="planner"
         )
     check_request(case, size, options)
-    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
+    check_sizes(case, sizes)
 
     import_large("numpy", "torch")
     from ebbtide._api.doctor import examine

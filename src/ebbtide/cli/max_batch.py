@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from ebbtide.cli.arguments import AsJson, Image, Layers, Length, sizes_of_zoo
-from ebbtide.cli.cases import blame, check_case, is_graph, load_case, refuse_to_offload_nothing
+from ebbtide.cli.arguments import AsJson, check_sizes
+from ebbtide.cli.cases import blame, check_case, is_graph, is_sized, load_case, model_of, refuse_to_offload_nothing
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import with_options
+from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import write_json
 from ebbtide.errors import UsageError
 from ebbtide.options import Options, no_optimizer
@@ -36,34 +36,34 @@ _LARGER = {"batch": "a larger batch", "layers": "more layers", "length": "a grea
 @with_options()
 def max_batch(
     *,
-    case: Annotated[str, typer.Argument(help="zoo:NAME or FILE.py:function; the function takes the batch")],
+    case: Annotated[str, typer.Argument(help="zoo:NAME, hf:PATH or FILE.py:function; the function takes the batch")],
     budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB")],
     vary: Annotated[
         str | None,
-        typer.Option(help="what of zoo:NAME to make as large as fits: batch, layers or length; default: its batch"),
+        typer.Option(
+            help="what of zoo:NAME or hf:PATH is to be as large as fits: batch, layers or length; default: batch"
+        ),
     ] = None,
     size: Annotated[
-        int | None, typer.Option(min=1, help="of zoo:NAME where something else is varied: its batch")
+        int | None, typer.Option(min=1, help="of zoo:NAME or hf:PATH where something else is varied: its batch")
     ] = None,
-    layers: Layers = None,
-    length: Length = None,
-    image: Image = None,
+    sizes: Sizes,
     overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
     options: Options,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch whose training step fits a budget, without running it or running out.
 
-    With --vary layers or --vary length the most layers, or the longest sequence, of a model of the zoo.
+    With --vary layers or --vary length the most layers, or the longest sequence, of zoo:NAME or hf:PATH.
 
     Ctrl-C takes the plans that are left as they are at hand, and gives the largest batch of these; a second one aborts.
     """
     if is_graph(case):
-        raise UsageError(f"{case} has a fixed batch; name zoo:NAME or FILE.py:function, which takes the batch")
+        raise UsageError(f"{case} has a fixed batch; name zoo:NAME, hf:PATH or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
     parsed = Budget.parse(budget)
     check_case(case)
-    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
+    check_sizes(case, sizes)
     word, sized = _varied(case, vary, size)
     if word in sizes:
         raise UsageError(
@@ -129,17 +129,18 @@ def _varied(case: str, vary: str | None, size: int | None) -> tuple[Vary, str]:
         raise UsageError(
             f"--vary {vary} is none of {', '.join(_LARGEST)}", argument="--vary", value=vary, accepted=tuple(_LARGEST)
         )
-    if not case.startswith("zoo:"):
+    if not is_sized(case):
         if vary is not None or size is not None:
             raise UsageError(
-                f"--vary and --size are for zoo:NAME; {case} is called with what is varied, whatever it takes it for",
+                f"--vary and --size are for zoo:NAME and hf:PATH; {case} is called with what is varied, "
+                "whatever it takes it for",
                 argument="--vary",
                 value=vary,
             )
         return "batch", ""
-    from ebbtide.zoo import sizes_of
+    from ebbtide.zoo import parameters_of
 
-    taken = sizes_of(case.removeprefix("zoo:"))
+    taken = tuple(each for each in parameters_of(model_of(case)) if each in _LARGEST)
     word = vary or taken[0]
     if word not in taken:
         raise UsageError(

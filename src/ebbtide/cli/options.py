@@ -1,4 +1,4 @@
-"""What commands take of :class:`~ebbtide.options.Options`, written once: a command is given the record.
+"""What commands take of :class:`~ebbtide.options.Options`, and of sizes, written once: a command is given the record.
 
 An option's name, default and text are those of its field, the text its first sentence. Nothing here imports torch:
 whoever asks for help or mistypes an option does not wait for it.
@@ -18,11 +18,12 @@ import typer
 from ebbtide.case import Case
 from ebbtide.cli.optimizers import OPTIMIZER_NAMES, optimizer_named
 from ebbtide.errors import UsageError
+from ebbtide.names import DTYPES
 from ebbtide.options import GRADIENTS, REWRITES, STEPS, Options, texts
 from ebbtide.planners import planner_names
 from ebbtide.tiers import TIERS
 
-__all__ = ["OPTIONS", "SEARCH", "beginning", "help_of", "several_tiers", "with_options"]
+__all__ = ["OPTIONS", "SEARCH", "SIZES", "Sizes", "beginning", "help_of", "several_tiers", "with_options"]
 
 
 def _machine_names() -> Iterable[str]:
@@ -48,6 +49,17 @@ OPTIONS: dict[str, tuple[Any, Callable[[], Iterable[str]] | None]] = {
 """The fields that commands take, as what they are typed, and the words that such a value may begin."""
 SEARCH = frozenset({"planner", "effort", "time_limit", "seed"})
 """Of these, how plans are looked for: they say nothing about the step."""
+Sizes = dict[str, int | str]
+"""Those of :data:`SIZES` that were given."""
+SIZES: dict[str, tuple[Any, str, Callable[[], Iterable[str]] | None]] = {
+    "batch": (int | None, "of zoo:NAME or hf:PATH: sequences or images of the call", None),
+    "layers": (int | None, "of zoo:NAME or hf:PATH that has them to choose", None),
+    "length": (int | None, "of the sequences of zoo:NAME or hf:PATH that has it to choose", None),
+    "image": (int | None, "height and width in pixels, of zoo:NAME or hf:PATH of images", None),
+    "dtype": (str | None, f"of hf:PATH or zoo:NAME that has it to choose: {', '.join(DTYPES)}", lambda: DTYPES),
+    "lora": (int | None, "rank of PEFT's adapters, trained in place of hf:PATH or zoo:NAME that takes them", None),
+}
+"""What models that are made here have to choose, each where it has it: the type, the text, the words that it may be."""
 _ONLY_HERE = {
     "tiers": ", as host,disk",
     "machine": "; default: measured here",
@@ -62,6 +74,8 @@ def with_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command with the options of :data:`OPTIONS` in the place of its ``options``, an :class:`Options`.
 
+    In the place of its ``sizes``, if it has them, are those of :data:`SIZES`: it is given what was typed of them.
+
     Args:
         without: options that it does not take.
         defaults: of options, where they are others than those of the record.
@@ -71,11 +85,20 @@ def with_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters: list[inspect.Parameter] = []
         for each in inspect.signature(command, eval_str=True).parameters.values():
-            own = [each] if each.name != "options" else [_parameter(name, defaults) for name in taken]
-            parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+            match each.name:
+                case "options":
+                    parameters += [_parameter(name, defaults) for name in taken]
+                case "sizes":
+                    parameters += [_option(name, None, *SIZES[name], least=1) for name in SIZES]
+                case _:
+                    parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        has_sizes = any(each.name in SIZES for each in parameters)
 
         @functools.wraps(command)
         def with_record(**given: Any) -> None:
+            if has_sizes:
+                typed = {name: given.pop(name) for name in SIZES}
+                given["sizes"] = {name: value for name, value in typed.items() if value is not None}
             command(options=_record({name: given.pop(name) for name in taken}), **given)
 
         with_record.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -87,9 +110,21 @@ def with_options(
 
 def _parameter(name: str, defaults: dict[str, Any]) -> inspect.Parameter:
     kind, words = OPTIONS[name]
-    default = defaults.get(name, False if kind is bool else getattr(Options(), name))
+    return _option(
+        name, defaults.get(name, False if kind is bool else getattr(Options(), name)), kind, help_of(name), words
+    )
+
+
+def _option(
+    name: str, default: Any, kind: Any, text: str, words: Callable[[], Iterable[str]] | None, least: int | None = None
+) -> inspect.Parameter:
     flags = (f"--{name.replace('_', '-')}",) if kind is bool else ()  # no --no- besides
-    option = typer.Option(*flags, help=help_of(name), autocompletion=None if words is None else beginning(words))
+    option = typer.Option(
+        *flags,
+        help=text,
+        min=least if kind == (int | None) else None,
+        autocompletion=None if words is None else beginning(words),
+    )
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.arguments import AsJson, CaseName, Image, Layers, Length, ReportFile, Size, sizes_of_zoo
+from ebbtide.cli.arguments import AsJson, CaseName, ReportFile, Size, check_sizes
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
-from ebbtide.cli.options import with_options
+from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import check_page, check_plan, save_plan, save_report, write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.options import Options
@@ -28,9 +28,7 @@ def plan(
     budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")],
     options: Options,
     size: Size = None,
-    layers: Layers = None,
-    length: Length = None,
-    image: Image = None,
+    sizes: Sizes,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     report: ReportFile = None,
     as_json: AsJson = False,
@@ -43,7 +41,7 @@ def plan(
     check_page(report)
     limit = Budget.parse(budget)
     check_request(case, size, options)
-    sizes = sizes_of_zoo(case, layers=layers, length=length, image=image)
+    check_sizes(case, sizes)
 
     import_large("numpy", "torch")
     from ebbtide.planning.pipeline import PlanningOptions

@@ -43,7 +43,7 @@ def captured_step(
     size: int | None,
     options: Options,
     display: ProgressDisplay,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int | str] | None = None,
 ) -> tuple[AheadStep, Case | None]:
     """The step that ``text`` names with what it needs to be planned, and the case if it is no graph file.
 
@@ -52,7 +52,7 @@ def captured_step(
         size: of ``--size``.
         options: checked already.
         display: told what is done.
-        sizes: others of a model of the zoo, as :func:`ebbtide.zoo.build` takes them.
+        sizes: others by name, as :func:`load_case` takes them.
 
     Raises:
         UsageError: if ``text`` names nothing.

@@ -2,8 +2,9 @@
 
 Each entry of :data:`MODELS` is called with its batch, or with nothing for its default, and returns a case whose
 forward gives the loss; ``llama_8b``, ``llama_70b`` and ``llama_70b_lora`` have one sequence and take its length. Many
-take ``layers``, ``length`` or ``image`` besides (:func:`build`).
-Everything is written here but ``hf_*``, which need ``transformers``.
+take ``layers``, ``length`` or ``image`` besides (:func:`build`). :data:`PRESETS` has known models from their public
+configurations, and :func:`model_of` makes any from its own; they take ``dtype`` and ``lora`` too.
+Everything is written here but these and ``hf_*``, which need ``transformers``.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from importlib import import_module
 from typing import Protocol
 
 from ebbtide.case import Case
-from ebbtide.errors import UsageError
 from ebbtide.names import ZOO_GROUP, brought, require_zoo_name
+from ebbtide.zoo.configured import Configuration, model_of
 from ebbtide.zoo.gpt import GPT, GPTConfig, gpt, gpt2_small
 from ebbtide.zoo.hf import hf_bert, hf_gpt2, hf_llama, hf_t5
 from ebbtide.zoo.llama import Llama, LlamaSizes, llama, llama_8b, llama_70b, llama_70b_lora, llama_small
 from ebbtide.zoo.mlp_chain import MLPChain, mlp_chain
+from ebbtide.zoo.presets import PRESETS
 from ebbtide.zoo.resnet import ResNet, resnet50, resnet101, resnet152, resnet200
-from ebbtide.zoo.sizes import parameters_of
+from ebbtide.zoo.sizes import parameters_of, sized
 from ebbtide.zoo.unet import UNet, unet
 
 __all__ = [
     "GPT",
     "MODELS",
+    "PRESETS",
+    "Configuration",
     "GPTConfig",
     "Llama",
     "LlamaSizes",
@@ -45,10 +49,14 @@ __all__ = [
     "llama_70b_lora",
     "llama_small",
     "mlp_chain",
+    "model_named",
+    "model_of",
+    "parameters_of",
     "resnet50",
     "resnet101",
     "resnet152",
     "resnet200",
+    "sized",
     "sizes_of",
     "unet",
 ]
@@ -82,9 +90,9 @@ MODELS: dict[str, Model] = {
 
 
 def sizes_of(name: str) -> tuple[str, ...]:
-    """Which of ``"batch"``, ``"layers"``, ``"length"`` and ``"image"`` (pixels each way) the zoo's ``name`` takes.
+    """Which of ``"batch"``, ``"layers"``, ``"length"``, ``"image"``, ``"dtype"`` and ``"lora"`` ``name`` takes.
 
-    The one that :func:`build` is called with stands first.
+    The one that :func:`build` is called with stands first. An image has as many pixels each way.
 
     Raises:
         UsageError: if the zoo has no such model.
@@ -92,7 +100,7 @@ def sizes_of(name: str) -> tuple[str, ...]:
     return tuple(parameters_of(model_named(name)))
 
 
-def build(name: str, size: int | None = None, **sizes: int) -> Case:
+def build(name: str, size: int | None = None, **sizes: int | str) -> Case:
     """The zoo's case ``name``.
 
     Args:
@@ -104,22 +112,11 @@ def build(name: str, size: int | None = None, **sizes: int) -> Case:
         UsageError: if the zoo has no such model, listing those it has, if a package that it needs is missing, or for a
             size that the model does not have.
     """
-    model = model_named(name)
-    known = parameters_of(model)
-    for each in sizes:
-        if each not in known:
-            raise UsageError(
-                f"zoo:{name} has no {each} to choose; it takes: {', '.join(known)}",
-                argument=each,
-                value=sizes[each],
-                accepted=tuple(known),
-            )
-    given = {known[each]: value for each, value in sizes.items()}
-    return model(**given) if size is None else model(size, **given)
+    return sized(model_named(name), f"zoo:{name}", size, sizes)
 
 
 def model_named(name: str) -> Callable[..., Case]:
-    """The function of :data:`MODELS`, or the one that another package brings under this name.
+    """The function of :data:`MODELS` or :data:`PRESETS`, or the one that another package brings under this name.
 
     Raises:
         UsageError: if the zoo has no such model, listing those it has.
@@ -127,5 +124,7 @@ def model_named(name: str) -> Callable[..., Case]:
     require_zoo_name(name)
     if name in MODELS:
         return MODELS[name]
+    if name in PRESETS:
+        return PRESETS[name]
     module, _, function = brought(ZOO_GROUP)[name].partition(":")
     return getattr(import_module(module), function)

@@ -6,14 +6,13 @@ an extra, imported when one of these is built. ``use_cache=False`` because train
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ebbtide.case import Case
-from ebbtide.errors import UsageError
 from ebbtide.zoo.inputs import integers
+from ebbtide.zoo.packages import require_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +24,7 @@ def hf_gpt2(
     batch: int = 2, *, vocabulary: int = 8192, length: int = 128, layers: int = 12, width: int = 256, heads: int = 8
 ) -> Case:
     """A training call of ``GPT2LMHeadModel``; GPT-2 itself has a vocabulary of 50257 and width 768, 12 heads."""
-    _need_transformers("hf_gpt2")
+    require_package("transformers", "zoo:hf_gpt2")
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -45,7 +44,7 @@ def hf_llama(
     batch: int = 2, *, vocabulary: int = 8192, length: int = 128, layers: int = 8, width: int = 256, heads: int = 8
 ) -> Case:
     """A training call of ``LlamaForCausalLM`` with half as many key and value heads, attention dropout 0.1."""
-    _need_transformers("hf_llama")
+    require_package("transformers", "zoo:hf_llama")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -66,7 +65,7 @@ def hf_bert(
     batch: int = 4, *, vocabulary: int = 8192, length: int = 128, layers: int = 12, width: int = 256, heads: int = 8
 ) -> Case:
     """A training call of ``BertForMaskedLM``; BERT base has a vocabulary of 30522 and width 768, 12 heads."""
-    _need_transformers("hf_bert")
+    require_package("transformers", "zoo:hf_bert")
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -89,7 +88,7 @@ def hf_t5(
     batch: int = 4, *, vocabulary: int = 8192, length: int = 64, layers: int = 6, width: int = 256, heads: int = 8
 ) -> Case:
     """A training call of ``T5ForConditionalGeneration``, ``layers`` down and up; T5 small has width 512, 8 heads."""
-    _need_transformers("hf_t5")
+    require_package("transformers", "zoo:hf_t5")
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -107,12 +106,6 @@ def hf_t5(
         "labels": integers(vocabulary, batch, length, seed=2),
     }
     return _case("hf_t5", T5ForConditionalGeneration(config), batch, arguments)
-
-
-def _need_transformers(name: str) -> None:
-    """Raises :class:`UsageError` where transformers is not installed."""
-    if find_spec("transformers") is None:
-        raise UsageError(f"zoo:{name} needs transformers, which is not installed; pip install transformers")
 
 
 def _causal(vocabulary: int, batch: int, length: int) -> dict[str, torch.Tensor]:
