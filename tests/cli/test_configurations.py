@@ -236,6 +236,8 @@ def test_what_names_no_configuration_is_refused(tmp_path: Path) -> None:
     hub = plan("hf:meta-llama/Meta-Llama-3-8B")
     assert "nothing is downloaded" in hub
     assert "https://huggingface.co/meta-llama/Meta-Llama-3-8B/resolve/main/config.json" in hub
+    assert "huggingface.co/gpt2/resolve" in plan("hf:gpt2")
+    assert "huggingface.co" not in plan("hf:./gpt2")
     damaged = tmp_path / "damaged.json"
     damaged.write_text('{"model_type": "lla', encoding="utf-8")
     assert "is not JSON" in plan(f"hf:{damaged}")

@@ -15,7 +15,7 @@ PREFIX = "hf:"
 """How the cases begin that name one."""
 _FILE = "config.json"
 _FORM = f"hf:PATH names a {_FILE} of transformers, or the folder that it is in"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def read_configuration(text: str) -> dict[str, Any]:
