@@ -18,6 +18,7 @@ from ebbtide._api.refusals import (
     require_module,
 )
 from ebbtide.capture.cuda.notes import ops_as_on_cuda, workspace_on_cuda
+from ebbtide.capture.few_layers import repeated_layers
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.loss import loss_is_outside
 from ebbtide.capture.offline import capture
@@ -42,6 +43,7 @@ from ebbtide.planners import Progress, planner_named
 from ebbtide.planners.narration import interruption_noted, narrated
 from ebbtide.planning.alternatives import Alternatives
 from ebbtide.planning.frontier import frontier
+from ebbtide.planning.more_layers import grown_alternatives
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.planning.step_end import NOTHING_AFTER, StepEnd
 from ebbtide.report.frontier import Frontier
@@ -53,6 +55,7 @@ from ebbtide.rewrites.choices import (
     left_of,
     measure_ahead,
 )
+from ebbtide.step.layers import Layers, grown_program
 from ebbtide.step.machine import Machine, is_elsewhere
 from ebbtide.step.program import Program
 from ebbtide.step.provenance import Costs, LossPlace, Provenance
@@ -62,6 +65,9 @@ from ebbtide.step.schedule import Schedule
 from ebbtide.tiers import parse_tiers
 from ebbtide.transfers.links import machine_with_tiers
 from ebbtide.units import Budget, format_bytes
+
+FEW_LAYERS, MORE_LAYERS = 3, 5
+"""Of many that are alike, how many are captured (``step.layers``, definition 3)."""
 
 __all__ = ["AheadStep", "capture_ahead", "capture_program", "plan", "sweep"]
 
@@ -278,19 +284,27 @@ def capture_ahead(
         begin, finish = insertion.with_norms, insertion.with_updates
     progress(Progress("capturing the step" if is_elsewhere(target) else "capturing and profiling the step"))
     with on_device_of([model, args, kwargs]):
-        joint, program, provenance = capture_program(
-            model,
-            tuple(args),
-            kwargs or {},
-            machine=target,
-            loss=options.loss,
-            every_output=options.every_output,
-            name=name,
-            begin=begin,
-            finish=finish,
-        )
+
+        def captured() -> _Ahead:
+            joint, program, provenance = capture_program(
+                model,
+                tuple(args),
+                kwargs or {},
+                machine=target,
+                loss=options.loss,
+                every_output=options.every_output,
+                name=name,
+                begin=begin,
+                finish=finish,
+            )
+            device = program.context["device"] if target is None else target.device
+            alternatives = _alternatives(joint, program, device, options, finish) if options.rewrite_rules else None
+            return _Ahead(joint, program, provenance, alternatives)
+
+        grows = is_elsewhere(target) and begin is itself and finish is itself
+        ahead = (_by_few_layers(model, captured) if grows else None) or captured()
+        joint, program, provenance, alternatives = ahead.joint, ahead.program, ahead.provenance, ahead.alternatives
         device = program.context["device"] if target is None else target.device
-        alternatives = _alternatives(joint, program, device, options, finish) if options.rewrite_rules else None
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
         planned_for, tiers = machine_with_tiers(target, parse_tiers(options.tiers), device)
         if options.offload_optimizer and optimizer is not None:
@@ -328,6 +342,44 @@ def capture_ahead(
         left_of(joint, options.rewrite_rules),
         (lambda: iter(())) if is_elsewhere(target) else partial(measure_ahead, joint, device, options.rewrite_rules),
     )
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A captured step; the attributes are those of :class:`AheadStep`, and ``joint`` the graph that they come from."""
+
+    joint: Captured
+    program: Program
+    provenance: Provenance
+    alternatives: Alternatives | None
+
+
+def _by_few_layers(model: torch.nn.Module, captured: Callable[[], _Ahead]) -> _Ahead | None:
+    """The step of a model with many layers alike, captured with few; ``None`` where that does not go on regularly."""
+    repeated = repeated_layers(model)
+    if repeated is None:
+        return None
+    layers = Layers(FEW_LAYERS, MORE_LAYERS, repeated.count)
+    try:
+        with repeated.first(layers.few):
+            few = captured()
+        with repeated.first(layers.more):
+            more = captured()
+    except Exception:  # of code that counts on all layers: captured as a whole, it tells of itself
+        return None
+    if (program := grown_program(few.program, more.program, layers)) is None:
+        return None
+    alternatives = None
+    if few.alternatives is not None and more.alternatives is not None:
+
+        def whole() -> Alternatives:
+            found = captured().alternatives
+            assert found is not None
+            return found
+
+        alternatives = grown_alternatives(few.alternatives, more.alternatives, layers, program, whole)
+    told = f"{more.provenance.estimate}; {layers.more} of {layers.all} layers were captured, the others are alike"
+    return _Ahead(more.joint, program, replace(more.provenance, estimate=told), alternatives)
 
 
 def _alternatives(joint: Captured, program: Program, device: str, options: Options, finish: Finish) -> Alternatives:

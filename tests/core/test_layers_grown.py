@@ -1,0 +1,156 @@
+"""The program of a model with many layers from those with few: exact where layers are alike, no answer elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide import zoo
+from ebbtide._api import estimate
+from ebbtide._api.estimate import AheadStep, capture_ahead
+from ebbtide.capture.few_layers import LEAST_LAYERS, repeated_layers
+from ebbtide.case import Case
+from ebbtide.errors import CaptureError
+from ebbtide.options import Options
+from ebbtide.planning.alternatives import Alternative
+from ebbtide.step.layers import Layers, grown
+from ebbtide.zoo import GPTConfig, gpt
+
+COUNT = LEAST_LAYERS
+LAYERS = Layers(3, 5, 12)
+
+
+def rows(layers: int, row: Callable[[int], str]) -> list[tuple[str, int]]:
+    return [("begin", 0), *((row(layer), 1) for layer in range(layers)), (f"end {layers}", 0)]
+
+
+def test_numbers_go_on_as_they_began() -> None:
+    def numbered(layers: int) -> list[tuple[str, int]]:
+        return rows(layers, lambda layer: f"op_{2 * layer + layers} of layers.{layer}")
+
+    assert grown(numbered(3), numbered(5), LAYERS) == numbered(12)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [lambda layer: f"op_{layer**2}", lambda layer: f"op_{layer % 2}", lambda layer: f"op_0{layer}"],
+    ids=["square", "in turns", "leading zero"],
+)
+def test_what_does_not_go_on_regularly_has_no_answer(row: Callable[[int], str]) -> None:
+    assert grown(rows(3, row), rows(5, row), LAYERS) is None
+
+
+def test_the_first_and_the_last_layer_may_be_others() -> None:
+    def numbered(layers: int) -> list[tuple[str, int]]:
+        return rows(layers, lambda layer: "first" if not layer else "last" if layer == layers - 1 else f"op_{layer}")
+
+    assert grown(numbered(3), numbered(5), LAYERS) == numbered(12)
+
+
+def ahead(case: Case) -> AheadStep:
+    options = Options(machine="a100-40gb", progress=None)
+    return capture_ahead(case.model, case.args, case.kwargs, options=options, name="case")
+
+
+@contextmanager
+def as_a_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setattr(estimate, "repeated_layers", lambda _: None)
+        yield
+
+
+def alternatives_of(step: AheadStep) -> list[Alternative]:
+    assert step.alternatives is not None
+    return step.alternatives.first
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt": lambda: gpt(2, GPTConfig(vocabulary=512, length=32, layers=COUNT, width=32, heads=2)),
+    "llama": lambda: zoo.build("llama_small", 1, layers=COUNT, length=64),
+    "hf_bert": lambda: zoo.build("hf_bert", 2, layers=COUNT),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_program_and_alternatives_are_those_of_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]()
+    mine = ahead(case)
+    assert f"of {COUNT} layers were captured" in mine.provenance.estimate
+    with as_a_whole(monkeypatch):
+        theirs = ahead(case)
+    assert "layers were captured" not in theirs.provenance.estimate
+    assert mine.program == theirs.program
+    assert (mine.resident_bytes, mine.reserve_bytes, mine.end) == (
+        theirs.resident_bytes,
+        theirs.reserve_bytes,
+        theirs.end,
+    )
+    # Which places are worth a rewrite is a share of the step: of a short one there may be more.
+    known = {each.rewrites: each for each in alternatives_of(mine)}
+    for each in alternatives_of(theirs)[::5]:
+        assert known[each.rewrites].estimated == each.estimated
+        assert known[each.rewrites].costed() == each.costed()
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 16), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * torch.relu(self.linear(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, scales: list[float], readout: str = "last") -> None:
+        super().__init__()
+        self.blocks, self.readout = nn.ModuleList(map(Block, scales)), readout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        if self.readout == "named":
+            return self.blocks[COUNT - 1].linear(x).sum()  # type: ignore[union-attr]
+        return (torch.stack(seen).mean(0) if self.readout == "mean" else x).sum()
+
+
+@pytest.mark.parametrize(
+    ("scales", "readout"),
+    [([0.1 * (1 + each) for each in range(COUNT)], "last"), ([0.5] * COUNT, "mean"), ([0.5] * COUNT, "named")],
+    ids=["another scale in each", "an op reads every layer", "a layer by its number"],
+)
+def test_other_models_are_captured_as_a_whole(scales: list[float], readout: str) -> None:
+    model = Stack(scales, readout)
+    step = ahead(Case(model, (torch.randn(4, 16),)))
+    assert "layers were captured" not in step.provenance.estimate
+    assert len([op for op in step.program.ops if "relu.default" in op.target]) == COUNT
+    assert [*model.blocks] == [*model.blocks[:COUNT]]
+    assert len(model.blocks) == COUNT
+
+
+def test_a_model_has_its_layers_again_when_its_forward_raises() -> None:
+    model = Stack([0.5] * COUNT)
+    model.register_buffer("shift", torch.zeros(3))
+    model.forward = lambda x: x + model.shift  # type: ignore[method-assign]
+    with pytest.raises((CaptureError, RuntimeError)):
+        ahead(Case(model, (torch.randn(4, 16),)))
+    assert len(model.blocks) == COUNT
+
+
+def test_which_layers_are_repeated() -> None:
+    def of(*layers: nn.Module) -> Any:
+        found = repeated_layers(nn.Sequential(nn.ModuleList(layers)))
+        return None if found is None else found.count
+
+    alike = [nn.Linear(2, 2) for _ in range(COUNT)]
+    assert of(*alike) == COUNT
+    assert of(nn.Linear(3, 2), *alike[2:], nn.Linear(2, 3)) == COUNT
+    assert of(*alike[2:], nn.Linear(3, 3), nn.Linear(2, 2)) is None
+    assert of(*alike[1:]) is None
