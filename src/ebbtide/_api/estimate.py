@@ -301,8 +301,10 @@ def capture_ahead(
             alternatives = _alternatives(joint, program, device, options, finish) if options.rewrite_rules else None
             return _Ahead(joint, program, provenance, alternatives)
 
-        grows = is_elsewhere(target) and begin is itself and finish is itself
-        ahead = (_by_few_layers(model, captured) if grows else None) or captured()
+        ahead = None
+        if target is not None and is_elsewhere(target) and not options.inside:
+            ahead = _by_few_layers(model, target, captured)
+        ahead = ahead or captured()
         joint, program, provenance, alternatives = ahead.joint, ahead.program, ahead.provenance, ahead.alternatives
         device = program.context["device"] if target is None else target.device
         granularity = target.granularity_bytes if target is not None else ALLOCATOR_GRANULARITY_BYTES[device]
@@ -354,7 +356,7 @@ class _Ahead:
     alternatives: Alternatives | None
 
 
-def _by_few_layers(model: torch.nn.Module, captured: Callable[[], _Ahead]) -> _Ahead | None:
+def _by_few_layers(model: torch.nn.Module, machine: Machine, captured: Callable[[], _Ahead]) -> _Ahead | None:
     """The step of a model with many layers alike, captured with few; ``None`` where that does not go on regularly."""
     repeated = repeated_layers(model)
     if repeated is None:
@@ -378,8 +380,18 @@ def _by_few_layers(model: torch.nn.Module, captured: Callable[[], _Ahead]) -> _A
             return found
 
         alternatives = grown_alternatives(few.alternatives, more.alternatives, layers, program, whole)
-    told = f"{more.provenance.estimate}; {layers.more} of {layers.all} layers were captured, the others are alike"
-    return _Ahead(more.joint, program, replace(more.provenance, estimate=told), alternatives)
+    provenance = replace(
+        more.provenance,
+        estimate=_as_captured(program.context["device"], f", {layers.more} of {layers.all} layers"),
+        mapped=more.provenance.mapped and ops_as_on_cuda(program, machine),
+        workspace=more.provenance.workspace and workspace_on_cuda(program, machine),
+    )
+    return _Ahead(more.joint, program, provenance, alternatives)
+
+
+def _as_captured(device: str, part: str = "") -> str:
+    """What stands in a plan for a machine that is not at hand: where it was captured, and if not all, what part."""
+    return f"captured on {device}{part}; fit re-captures on the real device"
 
 
 def _alternatives(joint: Captured, program: Program, device: str, options: Options, finish: Finish) -> Alternatives:
@@ -478,7 +490,7 @@ def capture_program(
         memory_bytes=machine.memory_bytes or None,
         usable_bytes=machine.usable_bytes if machine.memory_bytes else None,
         usable=_usable(machine),
-        estimate=f"captured on {device}; fit re-captures on the real device",
+        estimate=_as_captured(device),
         mapped=ops_as_on_cuda(joint.program, machine) if cuda is not None else "",
         workspace=workspace_on_cuda(joint.program, machine) if cuda is not None else "",
         loss=loss_place,
