@@ -23,7 +23,7 @@ from harness.record import Row, at_most
 from questions.overhead import built, fitted, in_turns
 
 TITLE = "Plans of two first calls on one machine: CPU seconds of the second's step over the first's"
-MODELS = {"readme": "50%", "chain-64": "50%", "gpt": "50%", "hf_bert": "50%", "resnet50": "70%"}
+MODELS = {"readme": "50%", "chain-64": "50%", "gpt": "50%", "hf_bert": "50%"}
 CASES = tuple(f"{model} {budget}" for model, budget in MODELS.items())
 QUICK = ("chain-64 50%",)
 ROUNDS = 25
