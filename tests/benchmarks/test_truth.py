@@ -36,7 +36,7 @@ def test_the_summary_is_of_plans_alone_per_number_of_threads() -> None:
 
 def test_every_model_is_built_with_the_same_numbers_each_time() -> None:
     for name in ("readme", "chain-64"):
-        one, two = overhead._built(name), overhead._built(name)
+        one, two = overhead.built(name), overhead.built(name)
         assert all(bool((a == b).all()) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
     assert len(overhead.MODELS) == 12
     assert len(overhead.CASES) == 24
