@@ -112,28 +112,47 @@ class Stack(nn.Module):
     def __init__(self, scales: list[float], readout: str = "last") -> None:
         super().__init__()
         self.blocks, self.readout = nn.ModuleList(map(Block, scales)), readout
+        self.head = nn.Linear(16, 4) if readout == "a head on a late one" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen: list[torch.Tensor] = []
-        for block in self.blocks:
+        more = x.new_zeros(())
+        for index, block in enumerate(self.blocks):
             x = block(x)
             seen.append(x)
+            if self.head is not None and index == COUNT - 3:
+                more = self.head(x).square().sum()
         if self.readout == "named":
             return self.blocks[COUNT - 1].linear(x).sum()  # type: ignore[union-attr]
-        return (torch.stack(seen).mean(0) if self.readout == "mean" else x).sum()
+        return more + (torch.stack(seen).mean(0) if self.readout == "mean" else x).sum()
 
 
 @pytest.mark.parametrize(
     ("scales", "readout"),
-    [([0.1 * (1 + each) for each in range(COUNT)], "last"), ([0.5] * COUNT, "mean"), ([0.5] * COUNT, "named")],
-    ids=["another scale in each", "an op reads every layer", "a layer by its number"],
+    [
+        ([0.1 * (1 + each) for each in range(COUNT)], "last"),
+        ([0.5] * (COUNT - 3) + [0.25] * 3, "last"),
+        ([0.5] * (COUNT - 1) + [0.25], "last"),
+        ([0.5] * COUNT, "mean"),
+        ([0.5] * COUNT, "named"),
+        ([0.5] * COUNT, "a head on a late one"),
+    ],
+    ids=[
+        "another scale in each",
+        "late ones differ",
+        "the last differs",
+        "an op reads all",
+        "by number",
+        "a late head",
+    ],
 )
 def test_other_models_are_captured_as_a_whole(scales: list[float], readout: str) -> None:
     model = Stack(scales, readout)
+    blocks = model.blocks
     step = ahead(Case(model, (torch.randn(4, 16),)))
     assert " layers;" not in step.provenance.estimate
     assert len([op for op in step.program.ops if "relu.default" in op.target]) == COUNT
-    assert [*model.blocks] == [*model.blocks[:COUNT]]
+    assert model.blocks is blocks
     assert len(model.blocks) == COUNT
 
 
@@ -146,13 +165,47 @@ def test_a_model_has_its_layers_again_when_its_forward_raises() -> None:
     assert len(model.blocks) == COUNT
 
 
-def test_which_layers_are_repeated() -> None:
-    def of(*layers: nn.Module) -> Any:
-        found = repeated_layers(nn.Sequential(nn.ModuleList(layers)))
-        return None if found is None else found.count
+def alike(count: int = COUNT) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(count)]
 
-    alike = [nn.Linear(2, 2) for _ in range(COUNT)]
-    assert of(*alike) == COUNT
-    assert of(nn.Linear(3, 2), *alike[2:], nn.Linear(2, 3)) == COUNT
-    assert of(*alike[2:], nn.Linear(3, 3), nn.Linear(2, 2)) is None
-    assert of(*alike[1:]) is None
+
+def numbered(name: str, at: Callable[[int], Any]) -> list[nn.Module]:
+    layers = alike()
+    for position, each in enumerate(layers):
+        setattr(each, name, at(position))
+    return layers
+
+
+def hooked() -> list[nn.Module]:
+    layers = alike()
+    layers[COUNT - 2].register_forward_hook(lambda module, args, output: output)
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("layers", "count"),
+    [
+        (alike(), COUNT),
+        ([nn.Linear(3, 2), *alike(COUNT - 1)], COUNT),
+        (numbered("index", lambda position: position), COUNT),
+        (numbered("told", lambda position: {"name": f"layers.{position}.mlp"}), COUNT),
+        ([*alike(COUNT - 1), nn.Linear(2, 3)], None),
+        (numbered("window", lambda position: 4 if position == 7 else None), None),
+        (numbered("window", lambda position: position > 5), None),
+        (numbered("told", lambda position: {"name": f"layers.{position // 2}"}), None),
+        (numbered("scale", lambda position: torch.ones(1)), None),
+        (hooked(), None),
+        (alike(COUNT - 1), None),
+    ],
+    ids=["alike", "another first", "numbers", "names", "another last", "window", "flags", "other names", "tensors",
+         "a hook", "too few"],
+)  # fmt: skip
+def test_which_layers_are_repeated(layers: list[nn.Module], count: int | None) -> None:
+    found = repeated_layers(nn.Sequential(nn.ModuleList(layers)))
+    assert (None if found is None else found.count) == count
+    if found is not None:
+        keys = list(found.container._modules)
+        with found.first(3):
+            assert list(found.container) == layers[:3]
+        assert list(found.container._modules) == keys
+        assert list(found.container) == layers

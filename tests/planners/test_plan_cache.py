@@ -164,7 +164,15 @@ def test_a_refusal_is_found_again(directory: Path, monkeypatch: pytest.MonkeyPat
     assert second.value.smallest_bytes == first.value.smallest_bytes
 
 
-def test_what_a_quick_search_did_not_find_is_searched_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_starts_no_search(directory: Path) -> None:
+    with pytest.raises(BudgetError):
+        planned(directory, budget="2%")
+    assert PlanCache(directory).near(Problem(PROGRAM, 1)) == []
+    plan = planned(directory, budget="50%")
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+
+
+def test_what_a_quick_search_did_not_find_is_searched_for(directory: Path) -> None:
     problem = Problem(PROGRAM, planned(None).budget_bytes, effort=QUICK_EFFORT)
     PlanCache(directory).store("auto", problem, CachedAnswer(Answer(Status.INFEASIBLE, None), None))
     options = PlanningOptions(effort=4 * QUICK_EFFORT, cache=PlanCache(directory), quick=True)

@@ -365,9 +365,13 @@ def _by_few_layers(model: torch.nn.Module, machine: Machine, captured: Callable[
     try:
         with repeated.first(layers.few):
             few = captured()
+            trained = sum(each.requires_grad for each in model.parameters())
         with repeated.first(layers.more):
             more = captured()
     except Exception:  # of code that counts on all layers: captured as a whole, it tells of itself
+        return None
+    gradients = few.joint.outputs[few.joint.forward_output_count :]
+    if sum(each is not None for each in gradients) < trained:  # something may be read behind a later layer alone
         return None
     if (program := grown_program(few.program, more.program, layers)) is None:
         return None
@@ -375,7 +379,8 @@ def _by_few_layers(model: torch.nn.Module, machine: Machine, captured: Callable[
     if few.alternatives is not None and more.alternatives is not None:
 
         def whole() -> Alternatives:
-            found = captured().alternatives
+            with on_device_of([model]):
+                found = captured().alternatives
             assert found is not None
             return found
 

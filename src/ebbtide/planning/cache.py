@@ -78,10 +78,9 @@ class CachedAnswer:
             notes=notes,
         )
         smallest = None if data["smallest_above_bytes"] is None else int(data["smallest_above_bytes"])
-        refused = answer.status is Status.INFEASIBLE
-        if answer.status not in _KEPT or min(smallest or 0, answer.bound or 0.0) < 0:
-            raise ValueError("no such answer is kept")
-        if refused is not (answer.schedule is None):
+        is_refusal = answer.status is Status.INFEASIBLE
+        negative = min(smallest or 0, answer.bound or 0.0) < 0
+        if answer.status not in _KEPT or negative or is_refusal is not (answer.schedule is None):
             raise ValueError("no such answer is kept")
         return CachedAnswer(answer, smallest)
 

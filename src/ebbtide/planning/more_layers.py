@@ -61,22 +61,23 @@ class _Growth:
         if rewrites is None:
             return None
 
-        def named() -> Alternative | None:
-            return self.whole().named(rewrites)
+        def instead() -> Alternative:
+            """Of the step captured as a whole; the captured program, which is no plan of these, where it has none."""
+            nothing = Alternative(rewrites, lambda: self.program, lambda: None)
+            return self.whole().named(rewrites) or nothing
 
         def estimated() -> Program:
-            found = grown_program(few.estimated, more.estimated, self.layers)
-            return found or ((other := named()) and other.estimated) or self.program
+            return grown_program(few.estimated, more.estimated, self.layers) or instead().estimated
 
         def costed() -> Costed | None:
             ours, theirs = few.costed(), more.costed()
             if ours is None or theirs is None:
                 return None
             found = grown_program(ours.program, theirs.program, self.layers)
-            return ((other := named()) and other.costed()) if found is None else Costed(rewrites, found)
+            return instead().costed() if found is None else Costed(rewrites, found)
 
         def refined() -> Sequence[Alternative]:
-            return self.of(few.refined(), more.refined(), lambda _: ((other := named()) and other.refined()) or ())
+            return self.of(few.refined(), more.refined(), lambda _: instead().refined())
 
         return replace(few, rewrites=rewrites, make=estimated, costed=costed, refined=refined)
 
