@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,8 +81,10 @@ def _steady_seconds() -> Iterator[None]:
     measure = attach.profile_calls
     machine = machine_named("cpu")
 
-    def steady(calls: Sequence[Call], device: str) -> dict[str, Cost]:
-        costs = measure(calls, device)
+    def steady(
+        calls: Sequence[Call], device: str, scaled_seconds: Mapping[str, float] | None = None
+    ) -> dict[str, Cost]:
+        costs = measure(calls, device, scaled_seconds)
         if _seconds_are_measured:
             return costs
         seconds = {call.signature: roofline_seconds(call, machine) for call in calls}

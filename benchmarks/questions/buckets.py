@@ -15,7 +15,6 @@ import torch
 
 import ebbtide
 from ebbtide._api.fit import step_of
-from ebbtide.engine.shared_calls import OWN_CAPTURES
 from ebbtide.planners.search.smallest import forget_smallest
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
 from ebbtide.step.provenance import Planned
@@ -118,9 +117,8 @@ def _train(subject: _Subject, lengths: list[int], budget: int) -> dict[str, Any]
         "shapes": len(lengths),
         "recomputing": len(planned),
         "searches": sum(plan.provenance.planned is not Planned.ADAPTED for plan in plans),
-        "own_capture_call_seconds": mean(first_seconds[1:OWN_CAPTURES]),
-        "symbolic_capture_call_seconds": max(first_seconds[OWN_CAPTURES:], default=0.0),
-        "shared_capture_call_seconds": mean(sorted(first_seconds[OWN_CAPTURES:])[:-1] or [0.0]),
+        "symbolic_capture_call_seconds": max(first_seconds[1:], default=0.0),
+        "shared_capture_call_seconds": mean(sorted(first_seconds[1:])[:-1] or [0.0]),
         "of_it_planning_seconds": mean(plan.plan_seconds for plan in plans[1:]),
         "planned_anew_seconds": mean(plan.plan_seconds for plan in anew[1:]),
         "mean_overhead": mean(plans[index].overhead for index in planned) if planned else 0.0,

@@ -145,6 +145,7 @@ def test_what_a_result_has_by_default_has_a_cost_of_its_own(
 ) -> None:
     """A mask that is divided has the default type, and so has what the kernel takes besides."""
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         before = torch.get_default_dtype()
@@ -353,6 +354,7 @@ def test_the_second_capture_measures_nothing(
     joint: Captured, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     program = attach.with_measured_costs(joint.program, joint.calls, "cpu")
     assert all(op.seconds > 0 for op in program.ops)
 
@@ -362,6 +364,7 @@ def test_the_second_capture_measures_nothing(
     monkeypatch.setattr(attach, "profile_calls", never)
     assert attach.with_measured_costs(joint.program, joint.calls, "cpu") == program
     monkeypatch.setattr(attach, "_KNOWN", {})  # another process, which finds the file
+    monkeypatch.setattr(attach, "_TIMED", {})  # another process, which finds the file
     assert attach.with_measured_costs(joint.program, joint.calls, "cpu") == program
 
 
@@ -369,11 +372,13 @@ def test_a_plan_says_how_much_is_estimated(
     joint: Captured, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     attach.with_measured_costs(joint.program, joint.calls, "cpu")
     assert attach.costs_of(joint.calls, "cpu") == (Costs.MEASURED, "")
     cache_file = CostCache(device_context("cpu")).path
     cache_file.unlink()
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     monkeypatch.setattr("ebbtide.cost.profile.MOST_TIMED", 3)
     attach.with_measured_costs(joint.program, joint.calls, "cpu")
     count = len({each.signature for each in joint.calls})
@@ -388,10 +393,11 @@ def test_what_is_not_steady_is_told_and_taken_anew_by_the_next_process(
     joint: Captured, cache_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     measured = profile_calls(joint.calls, "cpu")
     busy = next(iter(measured))
     unsteady = {**measured, busy: replace(measured[busy], steady=False)}
-    monkeypatch.setattr(attach, "profile_calls", lambda calls, device: unsteady)
+    monkeypatch.setattr(attach, "profile_calls", lambda *_: unsteady)
     attach.with_measured_costs(joint.program, joint.calls, "cpu")
     costs, words = attach.costs_of(joint.calls, "cpu")
     assert (costs, words) == (
@@ -403,6 +409,7 @@ def test_what_is_not_steady_is_told_and_taken_anew_by_the_next_process(
 
 def test_a_profiler_at_the_first_call_is_named(cache_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     case = mlp_chain(8, layers=2, width=8)
     model = ebbtide.fit(case.model, "1MiB")
     with torch.profiler.profile(acc_events=True), pytest.raises(CaptureError, match="profiler"):

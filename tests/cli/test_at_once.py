@@ -223,10 +223,10 @@ def test_an_optimizer_is_named_or_the_cases_own(cases: Path) -> None:
 
 
 def test_every_text_says_what_is_counted(cases: Path) -> None:
-    with_adam = run("plan", f"{cases}:with_adam", "--budget", "1GiB", "--effort", 1).stdout
+    with_adam = run("plan", f"{cases}:with_adam", "--budget", "1GiB", "--effort", 1, "--verbose").stdout
     counted = "parameters, buffers, gradients, arguments, state of Adam, what optimizer.step() takes while it runs\n"
     assert f"  counted    {counted}" in with_adam
-    without = run("plan", f"{cases}:with_adam", "--budget", "1GiB", "--effort", 1, "--optimizer", "none").stdout
+    without = run("plan", f"{cases}:with_adam", "--budget", "1GiB", "--effort", 1, "--optimizer", "none", "-v").stdout
     assert "arguments; not optimizer state (none was given), what optimizer.step() takes while it runs" in without
     doctor = run("doctor", f"{cases}:with_adam", "--machine", "t4-16gb").stdout
     assert f"  counted    {counted}" in doctor

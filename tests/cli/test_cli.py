@@ -130,7 +130,11 @@ def test_a_graph_is_planned_and_saved(graph: Path, tmp_path: Path) -> None:
 def test_a_plan_as_text_says_what_its_status_means(graph: Path) -> None:
     result = run("plan", graph, "--budget", "100%")
     assert result.exit_code == 0
-    assert result.stdout.startswith("plan for chain by auto: OPTIMAL\n")
+    assert result.stdout.startswith("chain fits as it is: ")
+    assert len(result.stdout.splitlines()) <= 3
+    result = run("plan", graph, "--budget", "100%", "--verbose")
+    assert result.stdout.splitlines()[0].startswith("chain fits as it is: ")
+    assert "\nplan for chain by auto: OPTIMAL\n" in result.stdout
     assert ebbtide.Status.OPTIMAL.value in result.stdout
 
 

@@ -137,12 +137,12 @@ def test_a_step_of_a_family_is_finite(name: str, tmp_path: Path) -> None:
 
 def test_a_plan_counts_the_weights_that_the_configuration_says(tmp_path: Path) -> None:
     case = written(tmp_path, LLAMA)
-    asked = ("plan", case, "--batch", 2, "--length", 16, "--machine", "t4-16gb", "--budget", "100%")
+    asked = ("plan", case, "--batch", 2, "--length", 16, "--machine", "t4-16gb", "--budget", "100%", "--verbose")
     words, norm = 2 * 96 * 32, 512  # bytes, bfloat16; the allocator gives no fewer
     layer = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 2 * norm  # queries, out; keys, values; feed-forward
     made = run(*asked)
     assert made.exit_code == 0, made.stderr
-    assert made.stdout.startswith(f"plan for {tmp_path.name}-t16-b2 by auto")
+    assert made.stdout.startswith(f"{tmp_path.name}-t16-b2 fits as it is: ")
     assert f" {(2 * words + 2 * layer + norm) / 1024:.2f} KiB weights" in made.stdout
 
 

@@ -89,7 +89,7 @@ def test_plans_of_different_steps_share_none(saved: Path, tmp_path: Path) -> Non
 def test_a_saved_plan_is_printed(saved: Path) -> None:
     result = run("show", saved)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.startswith(str(a_plan()))
+    assert result.stdout.startswith(f"{a_plan()}\n{a_plan().details}")
     assert Status.OPTIMAL.value in result.stdout
     assert json.loads(run("show", saved, "--json").stdout) == json.loads(json.dumps(a_plan().summary()))
     assert run("show", saved, "--explain", "layers.3").stdout == f"{a_plan().explain('layers.3')}\n"

@@ -47,7 +47,10 @@ SHORT = 300
 NUMBER = re.compile(r"(?<![\w.])\d[\d.]*")
 OF_THE_PLAN = ", what this plan needs"
 """Of a smallest budget that was not searched for."""
-OWN_BYTES = re.compile(r"^(?:budget|resident|smallest|floor) |\bbytes\b|\bresident\b|of the unplanned [\d.]+ .?i?B")
+OWN_BYTES = re.compile(
+    r"^(?:budget|resident|smallest|floor) |\bbytes\b|\bresident\b|of the unplanned [\d.]+ .?i?B"
+    r"|of [\d.]+ .?i?B.*, [\d.]+ .?i?B without"
+)
 
 
 def words(text: str) -> list[str]:
@@ -67,7 +70,7 @@ def own_bytes(text: str) -> list[str]:
     found: list[str] = []
     for line in map(str.strip, text.splitlines()):
         if (match := OWN_BYTES.search(line)) and OF_THE_PLAN not in line:
-            found.append(match[0] if match[0].startswith("of the unplanned") else line)
+            found.append(match[0] if match[0].startswith("of ") else line)
     return found
 
 
@@ -201,7 +204,10 @@ def _make_what_it_reads(arguments: list[str], script: Callable[[Block, int], str
                 assert CliRunner().invoke(app, others).exit_code == 0
 
 
-SHOWN = "plan for x by auto: OPTIMAL\n  budget     56.67 MiB\n  overhead   5.33 % predicted (1.49 s against 1.41 s)\n"
+SHOWN = (
+    "x fits with a plan: 50.00 MiB of 56.67 MiB, 80.00 MiB without\n"
+    "plan for x by auto: OPTIMAL\n  budget     56.67 MiB\n  overhead   5.33 % predicted (1.49 s against 1.41 s)\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +219,8 @@ SHOWN = "plan for x by auto: OPTIMAL\n  budget     56.67 MiB\n  overhead   5.33 
         (("OPTIMAL", "FEASIBLE"), True, False),
         (("1.49 s", "149.0 ms"), True, False),
         (("56.67", "56.68"), False, False),
+        (("50.00 MiB", "50.01 MiB"), True, True),
+        (("80.00 MiB", "81.00 MiB"), False, False),
         (("predicted", "measured"), False, False),
     ],
 )

@@ -456,10 +456,10 @@ def test_the_callback_of_transformers_does_not_advise_what_it_refuses() -> None:
 
 def test_shares_say_what_they_are_of() -> None:
     options = ebbtide.Options(effort=100)
-    large = str(ebbtide.plan(tower(), (LARGE,), budget="130%", options=options))
+    large = ebbtide.plan(tower(), (LARGE,), budget="130%", options=options).details
     assert "130% of the unplanned peak, more than the unplanned step takes" in large
     assert "checkpoints" not in large
-    with_checkpoints = str(ebbtide.plan(tower(checkpointed=True), (LARGE,), budget="90%", options=options))
+    with_checkpoints = ebbtide.plan(tower(checkpointed=True), (LARGE,), budget="90%", options=options).details
     assert "which keeps what the model's checkpoints drop" in with_checkpoints
     assert "more than the unplanned step takes" not in with_checkpoints
     error = refused(lambda: ebbtide.plan(tower(checkpointed=True), (LARGE,), budget="1%", options=options), BudgetError)
@@ -469,7 +469,7 @@ def test_shares_say_what_they_are_of() -> None:
 def test_a_plan_of_a_forward_without_a_loss_says_what_that_means() -> None:
     without_loss = ebbtide.plan(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (LARGE,), budget="100%")
     assert "outside the model: the gradients of what it returns count in full" in str(without_loss)
-    assert "outside the model" not in str(ebbtide.plan(tower(), (LARGE,), budget="100%"))
+    assert "outside the model" not in ebbtide.plan(tower(), (LARGE,), budget="100%").details
 
 
 @pytest.mark.filterwarnings("error:this copy of a fitted")

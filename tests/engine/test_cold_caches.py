@@ -32,6 +32,7 @@ def test_logits_larger_than_what_a_budget_leaves_are_no_reason_to_refuse(
 ) -> None:
     """What its plan rests on is a fact about a product whose result alone is larger than the room."""
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     monkeypatch.setattr(facts, "_KNOWN", {})
     plain = GPT(GPTConfig(vocabulary=30_011, length=64, width=64, layers=2, heads=4))
     tokens = torch.randint(30_011, (4, 64), generator=torch.Generator().manual_seed(1))

@@ -122,6 +122,7 @@ def step_is_right() -> bool:
     """Whether a new process's first step, which knows nothing but the files, gives eager's bits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attach, "_KNOWN", {})
+        patch.setattr(attach, "_TIMED", {})
         return all(torch.equal(a, b) for a, b in zip(gradients("75%"), gradients(None), strict=True))
 
 

@@ -99,6 +99,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 def _cold(monkeypatch: pytest.MonkeyPatch, cache_directory: object) -> None:
     """Nothing is known of any kernel."""
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     monkeypatch.setattr(facts, "_KNOWN", {})
 
 
@@ -122,6 +123,7 @@ def test_what_a_refusal_names_is_planned_when_asked_for(
     model(x).backward()
     # In another process as well, which finds on disk what has been measured, and no plan.
     monkeypatch.setattr(attach, "_KNOWN", {})
+    monkeypatch.setattr(attach, "_TIMED", {})
     monkeypatch.setattr(facts, "_KNOWN", {})
     other = ebbtide.fit(copy.deepcopy(plain), named, progress=None)
     other(x).backward()
@@ -148,6 +150,7 @@ def test_the_same_is_named_whatever_was_asked_for_and_found_out_again(
 
     def asked(budget: int | str) -> tuple[nn.Module, BudgetError | None]:
         monkeypatch.setattr(attach, "_KNOWN", {})
+        monkeypatch.setattr(attach, "_TIMED", {})
         monkeypatch.setattr(facts, "_KNOWN", {})
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(budget)))
         model = ebbtide.fit(copy.deepcopy(plain), budget, progress=None)
@@ -175,6 +178,7 @@ def test_what_a_process_with_room_names_holds_in_one_that_knows_nothing(
     plain, x = MODELS[name]()
     for directory in ("room", "none"):
         monkeypatch.setattr(attach, "_KNOWN", {})
+        monkeypatch.setattr(attach, "_TIMED", {})
         monkeypatch.setattr(facts, "_KNOWN", {})
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / directory))
         if directory == "room":

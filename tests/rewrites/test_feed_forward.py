@@ -256,8 +256,8 @@ def test_a_plan_for_a_card_lists_what_it_assumes(monkeypatch: pytest.MonkeyPatch
         *case, budget=budget, machine="rtx4090-24gb", options=ebbtide.Options(rewrites="all", progress=None)
     )
     assert plan.rewritten is not None
-    assert "takes for granted, until fit measures it," in str(plan)
-    assert "columns at a time of" in str(plan)
+    assert "takes for granted, until fit measures it," in plan.details
+    assert "columns at a time of" in plan.details
 
 
 # -- the proof ----------------------------------------------------------------------------------------------------

@@ -434,7 +434,7 @@ def test_a_plan_says_so_and_comes_back_from_its_file(tmp_path: Path) -> None:
     )
     assert plan.rewritten is not None
     form = plan.rewritten.rewrites[0].form
-    assert f"in-place: {form} (" in str(plan)
+    assert f"in-place: {form} (" in plan.details
     again = ebbtide.Plan.load(plan.save(tmp_path / "plan.json"))
     assert (again.rewritten, again.fingerprint) == (plan.rewritten, plan.fingerprint)
     model = ebbtide.fit(block_case(600).model, again, progress=None)
@@ -468,7 +468,7 @@ def test_a_plan_for_another_machine_assumes_and_measures_nothing(monkeypatch: py
         case.model, case.args, budget=plain.smallest_bytes, options=ebbtide.Options(rewrites="in-place", **options)
     )
     assert plan.rewritten is not None
-    assert "until fit measures it" in str(plan)
+    assert "until fit measures it" in plan.details
 
 
 def test_a_rewrite_of_another_step_is_refused() -> None:

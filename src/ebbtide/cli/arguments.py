@@ -18,7 +18,7 @@ from ebbtide.errors import UsageError
 from ebbtide.names import DTYPES, did_you_mean, zoo_names
 from ebbtide.tiers import TIERS
 
-__all__ = ["AsJson", "CaseName", "PlanFile", "ReportFile", "Size", "Tiers", "check_sizes"]
+__all__ = ["AsJson", "CaseName", "PlanFile", "ReportFile", "Size", "Tiers", "Verbose", "check_sizes"]
 
 
 def _case_names() -> Iterable[str]:
@@ -32,6 +32,7 @@ Tiers = Annotated[str | None, typer.Option(help=help_of("tiers"), autocompletion
 Size = Annotated[int | None, typer.Option(help="passed to the case: batch, length or layers")]
 PlanFile = Annotated[str, typer.Argument(help="a plan that was saved: plan.json")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="write a report to this file: page.html")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="print all numbers of the plan too")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 

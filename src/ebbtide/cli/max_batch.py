@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from ebbtide.cli.arguments import AsJson, check_sizes
+from ebbtide.cli.arguments import AsJson, Verbose, check_sizes
 from ebbtide.cli.cases import blame, check_case, is_graph, is_sized, load_case, model_of, refuse_to_offload_nothing
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
@@ -50,6 +50,7 @@ def max_batch(
     sizes: Sizes,
     overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
     options: Options,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest batch whose training step fits a budget, without running it or running out.
@@ -75,6 +76,7 @@ def max_batch(
     from ebbtide.case import Case
     from ebbtide.report.text.plan import write_plan
     from ebbtide.report.text.progress import ProgressDisplay
+    from ebbtide.report.text.verdict import verdict_of
 
     def make(batch: int) -> Case:
         loaded = load_case(case, size if sized else batch, sizes={**sizes, sized: batch} if sized else sizes)
@@ -116,7 +118,9 @@ def max_batch(
     print(f"  tried      {', '.join(f'{size} {_FITS[fits]}' for size, fits in found.captured)}")
     for failed, why in found.failed:
         print(f"  not made   {failed}: {why}")
-    write_plan(found.plan, sys.stdout)
+    print("\n".join(verdict_of(found.plan)[:2]))  # what comes next is said already
+    if verbose:
+        write_plan(found.plan, sys.stdout)
 
 
 def _varied(case: str, vary: str | None, size: int | None) -> tuple[Vary, str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.arguments import AsJson, CaseName, ReportFile, Size, check_sizes
+from ebbtide.cli.arguments import AsJson, CaseName, ReportFile, Size, Verbose, check_sizes
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
 from ebbtide.cli.options import Sizes, with_options
@@ -31,9 +31,10 @@ def plan(
     sizes: Sizes,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     report: ReportFile = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a training step under a budget, without running it.
+    """Say whether a training step fits a budget, and what that costs, without running it.
 
     Ctrl-C ends planning with the best plan found so far; a second one aborts.
     """
@@ -60,5 +61,7 @@ def plan(
     save_report(page_of(made), report)
     if as_json:
         write_json(made.summary())
-    else:
+        return
+    print(made)
+    if verbose:
         write_plan(made, sys.stdout)

@@ -38,4 +38,5 @@ def show(
         return
     from ebbtide.report.text.plan import write_plan
 
+    print(found)
     write_plan(found, sys.stdout)

@@ -15,6 +15,7 @@ from ebbtide.cost.cuda_workspace import workspace_bytes
 from ebbtide.cost.priced import Priced
 from ebbtide.cost.profile import Cost, UnexpectedResult, profile_calls
 from ebbtide.cost.roofline import roofline_seconds
+from ebbtide.cost.scaled import Timed
 from ebbtide.errors import CaptureError
 from ebbtide.measurement.cpu_allocations import ProfilerActive
 from ebbtide.step.machine import Machine, machine_named
@@ -31,14 +32,16 @@ __all__ = [
 ]
 
 _KNOWN: dict[str, dict[str, Cost]] = {}  # per cache file, what this process has read or measured
+_TIMED: dict[str, Timed] = {}  # likewise, of the calls that this process has met
 _one_at_a_time = threading.RLock()  # threads that measure would disturb each other, and measure the same
 
 
 def with_measured_costs(program: Program, calls: Sequence[Call], device: str) -> Program:
     """``program`` with seconds, workspaces and kept storages measured on this device, once and cached on disk.
 
-    What is beyond the number of calls that are timed at once, or takes more than the room that there is, has seconds
-    by roofline; :func:`costs_of` tells. So has what is never run alone (``priced``), which says what it takes.
+    On a CPU, a call that this process has met at another size has seconds by that one (``scaled``). What is beyond the
+    number of calls that are timed at once, or takes more than the room that there is, has seconds by roofline;
+    :func:`costs_of` tells. So has what is never run alone (``priced``), which says what it takes.
 
     Args:
         program: captured.
@@ -56,16 +59,24 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
         with _one_at_a_time:
             _measure(program, calls, device, known, cache)
     costs = [known.get(call.signature) or _estimate(call) for call in calls]
+    timed = _TIMED.setdefault(str(cache.path), Timed())
+    for signature, (call, cost) in {
+        call.signature: (call, cost) for call, cost in zip(calls, costs, strict=True)
+    }.items():
+        if signature in known and cost.timed and not cost.scaled:
+            timed.note(call, cost.seconds)
     return _with_kept_bytes(program, costs).with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
 
 
 def _measure(program: Program, calls: Sequence[Call], device: str, costs: dict[str, Cost], cache: CostCache) -> None:
     """Add to ``costs`` and to the cache what is not there, on a thread that has the measuring to itself."""
     missing = [call for call in calls if call.signature not in costs and not isinstance(call.target, Priced)]
+    timed = _TIMED.get(str(cache.path), Timed()) if device == "cpu" else Timed()
+    scaled = {call.signature: found for call in missing if (found := timed.seconds_of(call)) is not None}
     try:
         # The calls are those behind autocast: under the user's own they would be cast once more.
         with torch.autocast(device, enabled=False):
-            measured = profile_calls(missing, device)
+            measured = profile_calls(missing, device, scaled)
     except UnexpectedResult as error:
         raise _unexpected(program, calls, error) from error
     except ProfilerActive:
@@ -75,7 +86,7 @@ def _measure(program: Program, calls: Sequence[Call], device: str, costs: dict[s
             remedy="run the first step outside of it",
         ) from None
     costs.update(measured)
-    cache.add({key: cost for key, cost in measured.items() if cost.timed and cost.steady})
+    cache.add({key: cost for key, cost in measured.items() if cost.timed and cost.steady and not cost.scaled})
 
 
 def _forked() -> None:
@@ -93,9 +104,12 @@ def costs_of(calls: Sequence[Call], device: str) -> tuple[Costs, str]:
     signatures = {call.signature for call in calls}
     estimated = sum(1 for each in signatures if each not in known or not known[each].timed)
     unsteady = sum(1 for each in signatures if each in known and not known[each].steady)
+    scaled = sum(1 for each in signatures if each in known and known[each].scaled)
     if not estimated and unsteady:
         ops = f"{unsteady} of {len(signatures)} distinct ops"
         return Costs.MEASURED, f"the machine was busy: the seconds of {ops} are doubtful, and not kept"
+    if not estimated and scaled:
+        return Costs.MEASURED, f"the seconds of {scaled} of {len(signatures)} distinct ops are by those of other shapes"
     if not estimated:
         return Costs.MEASURED, ""
     return Costs.PARTLY, f"the seconds of {estimated} of {len(signatures)} distinct ops are by roofline"

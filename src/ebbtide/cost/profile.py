@@ -2,11 +2,14 @@
 
 1. Every distinct call (``Call.signature``) runs on synthetic inputs of the same shapes, strides and dtypes; no data
    dependence of bytes has been seen. Only one op's tensors exist at a time, in the room that there is (``room``).
-2. Bytes are measured for every call: one run for the caches that a kernel's first use sets up, one that is recorded.
+2. Bytes are measured for every call: one run for the caches that a kernel's first use sets up, one that is recorded. A
+   call whose seconds are another size's has these caches as a rule, and the second run only if the first leaves more
+   than its results.
 3. Seconds are the least of a number of runs that follows from the call alone, more for short ones. With one thread
    they are its own CPU time, with several time that goes by. Whoever shares the machine makes both longer, CPU time by
    up to two, for longer than all runs of a call take. So these are made a few at a time, in *rounds* over all calls:
    what disturbs one round has gone by another, or is there for all calls alike, and a plan depends on their ratios.
+   The runs for bytes are the first two rounds of calls that take a hundredth of a second and more.
    Calls for which no two rounds agree on the least within :data:`_AGREES` are run again, a few rounds at most, if they
    are no short ones and no small part of a step: a quiet machine makes none of these. Where the rounds are still
    :data:`_DOUBTFUL` apart the seconds are *not steady*: they serve this process, and are taken anew by the next.
@@ -54,7 +57,7 @@ _SHORT_SECONDS = 1e-4
 _SMALL_PART = 0.01
 """Of the seconds of all calls."""
 _LEAST_RUNS = 3
-"""Of calls that take a hundredth of a second and more; the runs for caches and bytes are two of them."""
+"""Of calls that take a hundredth of a second and more, where those for caches and bytes do not agree."""
 _MOST_RUNS = 30
 _RUNS_OF_A_ROUND = 6
 """The first finds caches as another call has left them."""
@@ -98,6 +101,7 @@ class Cost:
         kept_bytes: per output, bytes of the storage that it keeps, as the device's allocator takes them.
         timed: whether the seconds are measured, by definition 5.
         steady: whether they may be kept, by definition 3.
+        scaled: whether they are those of another size (``scaled``).
     """
 
     seconds: float
@@ -105,6 +109,7 @@ class Cost:
     kept_bytes: tuple[int, ...] = ()
     timed: bool = True
     steady: bool = True
+    scaled: bool = False
 
 
 def run_alone(call: Call) -> Any:
@@ -148,7 +153,24 @@ def _first_run(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
         raise NotAlone(call.signature) from error
 
 
-def _profile_on_cpu(call: Call, runs: int) -> Cost:
+def _bytes_on_cpu(call: Call) -> Cost | None:
+    """Without seconds; ``None`` if a run leaves more than its results."""
+    args, kwargs = arguments_for(call)
+    recorder = AllocationRecorder()
+    give_way()
+    recorder.start(_PATIENCE_SECONDS)
+    try:
+        result = _first_run(call, args, kwargs)
+    finally:
+        events = recorder.stop()
+    kept = _kept_bytes(call, result, 1)
+    if sum(recorder.live.values()) > sum(kept):
+        return None
+    return Cost(float("inf"), max(peak_above(events) - sum(kept), 0), kept)
+
+
+def _profile_on_cpu(call: Call, runs: int) -> tuple[Cost, list[float]]:
+    """What ``call`` takes, and its seconds by round so far."""
     args, kwargs = arguments_for(call)
     begin = time.thread_time()
     result = _first_run(call, args, kwargs)
@@ -160,10 +182,10 @@ def _profile_on_cpu(call: Call, runs: int) -> Cost:
     again = time.thread_time() - begin
     workspace = peak - sum(kept)
     if torch.get_num_threads() == 1 and runs == _LEAST_RUNS and min(first, again) > 0:
-        seconds = min(first, again)
+        rounds = [first, again]
     else:
-        seconds = _seconds_on_cpu(call, args, kwargs, min(runs, _RUNS_OF_A_ROUND))
-    return Cost(seconds, max(workspace, 0), kept)
+        rounds = [_seconds_on_cpu(call, args, kwargs, min(runs, _RUNS_OF_A_ROUND))]
+    return Cost(min(rounds), max(workspace, 0), kept), rounds
 
 
 def _seconds_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], runs: int) -> float:
@@ -193,18 +215,22 @@ def _seconds_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _timed_in_rounds(
-    costs: dict[str, Cost], calls: Sequence[Call], runs: Mapping[str, int], counts: Mapping[str, int]
+    costs: dict[str, Cost],
+    least: Mapping[str, list[float]],
+    calls: Sequence[Call],
+    runs: Mapping[str, int],
+    counts: Mapping[str, int],
 ) -> None:
-    """Put into ``costs``, which have the first round, what later ones find (definition 3).
+    """Put into ``costs``, which have the first rounds, what later ones find (definition 3).
 
     Args:
         costs: by signature.
+        least: of each round so far; later ones are added.
         calls: distinct ones.
         runs: how often each is run, if nothing disturbs that.
         counts: how often each is in the step.
     """
-    timed = [call for call in calls if call.signature in costs and costs[call.signature].seconds < float("inf")]
-    least = {call.signature: [costs[call.signature].seconds] for call in timed}  # of each round
+    timed = [call for call in calls if call.signature in least and costs[call.signature].seconds < float("inf")]
 
     def go_round(some: Iterable[Call], left: Callable[[int], int]) -> None:
         for call in some:
@@ -213,13 +239,14 @@ def _timed_in_rounds(
                 least[call.signature].append(_seconds_on_cpu(call, args, kwargs, count))
                 del args, kwargs
 
-    go_round(timed, lambda wanted: min(max(wanted - _RUNS_OF_A_ROUND, 1), _RUNS_OF_A_ROUND))
+    once = [call for call in timed if len(least[call.signature]) == 1]
+    go_round(once, lambda wanted: min(max(wanted - _RUNS_OF_A_ROUND, 1), _RUNS_OF_A_ROUND))
     for done in range(2 * _RUNS_OF_A_ROUND, _MOST_RUNS, _RUNS_OF_A_ROUND):
         go_round(timed, lambda wanted, done=done: min(wanted - done, _RUNS_OF_A_ROUND))
     for _ in range(_MOST_AGAIN):
         go_round(_apart(timed, least, counts, _AGREES), lambda wanted: min(max(wanted // 2, 1), _RUNS_OF_A_ROUND))
     unsteady = {call.signature for call in _apart(timed, least, counts, _DOUBTFUL)}
-    for key, found in least.items():
+    for key, found in ((call.signature, least[call.signature]) for call in timed):
         costs[key] = replace(costs[key], seconds=min(found), steady=key not in unsteady)
 
 
@@ -257,7 +284,9 @@ def _seconds_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any],
     return min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) / 1e3
 
 
-def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
+def profile_calls(
+    calls: Iterable[Call], device: str, scaled_seconds: Mapping[str, float] | None = None
+) -> dict[str, Cost]:
     """The cost of each distinct call by signature; left out are calls that have no room.
 
     The generators are left as they were.
@@ -265,6 +294,7 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     Args:
         calls: of a step; each signature is run once.
         device: ``"cpu"`` or ``"cuda"``.
+        scaled_seconds: by signature, of calls that are not timed.
 
     Raises:
         ProfilerActive: on CPU, if a profiler is active already.
@@ -274,24 +304,34 @@ def profile_calls(calls: Iterable[Call], device: str) -> dict[str, Cost]:
     distinct, counts = {call.signature: call for call in calls}, Counter(call.signature for call in calls)
     largest = sorted(distinct.values(), key=lambda call: (-traffic_bytes(call), call.signature))
     nominal = {call.signature: roofline_seconds(call, machine_named("cpu")) for call in largest}
-    runs = {
-        call.signature: _runs(nominal[call.signature]) if position < MOST_TIMED else 0
-        for position, call in enumerate(largest)
-    }
+    scaled = scaled_seconds or {}
+    to_time = [call.signature for call in largest if call.signature not in scaled][:MOST_TIMED]
+    runs = {call.signature: 0 for call in largest} | {each: _runs(nominal[each]) for each in to_time}
     costs: dict[str, Cost] = {}
-    measure_one = _profile_on_cuda if device == "cuda" else _profile_on_cpu
+    rounds: dict[str, list[float]] = {}
+
+    def measured(call: Call) -> Cost:
+        if device == "cuda":
+            return _profile_on_cuda(call, runs[call.signature])
+        if call.signature in scaled and _is_torchs(call) and (found := _bytes_on_cpu(call)) is not None:
+            return found
+        cost, rounds[call.signature] = _profile_on_cpu(call, runs[call.signature])
+        return cost
+
     # Capture traces under a fake-tensor mode, which would otherwise answer in place of the kernels.
     kept = peaks_kept() if device == "cuda" else nullcontext()
     with kept, without_modes(), torch.random.fork_rng(), torch.no_grad():
         for call in largest:
             try:
-                costs[call.signature] = measure_one(call, runs[call.signature])
+                costs[call.signature] = measured(call)
             except NotAlone:  # what it takes besides is not known: room for copies of all its inputs
                 costs[call.signature] = Cost(float("inf"), _input_bytes(call))
             except NotProfiled:
                 continue
         if device == "cpu":
-            _timed_in_rounds(costs, largest, runs, counts)
+            _timed_in_rounds(costs, rounds, largest, runs, counts)
+    for key in costs.keys() & scaled.keys():
+        costs[key] = replace(costs[key], seconds=scaled[key], scaled=True)
     timed = {key: cost.seconds for key, cost in costs.items() if cost.seconds < float("inf")}
     scale = statistics.median([seconds / nominal[key] for key, seconds in timed.items()] or [1.0])
     for key in costs.keys() - timed.keys():

@@ -40,6 +40,8 @@ SMALL_PART = 16
 """Of the profiling budget, what inputs and outputs may take by definition 2; workspace is not known before a run."""
 _SINGLE_BYTES = 512
 """What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
+_DRAWN = 65_521
+"""Numbers of an input that are drawn: a prime, so that no two rows are the same."""
 _PIVOTS = ("pivots", "LU_pivots")
 """What schemas call the rows that a factorisation has swapped, counted from one: ones permute nothing."""
 _TRUSTED = ("aten", "prims", "mkldnn", "quantized", "ebbtide_cuda", NAMESPACE)
@@ -206,6 +208,16 @@ def _tensor(spec: TensorSpec, lender: torch.Tensor | None, in_file: bool) -> tor
 
 
 def _filled(vector: torch.Tensor) -> torch.Tensor:
+    """``vector`` with numbers in it: :data:`_DRAWN` of them again and again, since copies take a tenth of draws."""
+    _draw(vector[:_DRAWN])
+    done = _DRAWN
+    while done < vector.numel():
+        vector[done : 2 * done].copy_(vector[: min(done, vector.numel() - done)])
+        done *= 2
+    return vector
+
+
+def _draw(vector: torch.Tensor) -> torch.Tensor:
     drawing = torch.Generator(vector.device)  # of our own, which starts as every one does: other threads draw meanwhile
     if vector.dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         return vector.uniform_(generator=drawing)

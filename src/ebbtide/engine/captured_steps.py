@@ -3,7 +3,7 @@
 1. A call's *key* is what its step depends on as far as that can be read off the call (``key``). Torch's guards know
    the rest, so a key may have several steps, of which the one used last is tried first. Of more than
    :data:`MOST_STEPS` in all, those used longest ago go.
-2. From the third shape of one kind of call on, steps share a symbolic capture (``shared_calls``).
+2. From the second length or third batch of one kind of call on, steps share a symbolic capture (``shared_calls``).
 3. A key that is captured again and again, each time for one call, is refused after a while: captures take seconds.
 """
 

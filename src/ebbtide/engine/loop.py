@@ -395,7 +395,7 @@ def _settled(model: FittedModel, step: Step, call: Call, now: CallContext, *, tr
     if traced:
         collect_garbage()  # what only that holds is not to be planned around
     forget_dead()
-    if now.device == "cpu":  # a card's allocator knows what they keep
+    if now.device == "cpu" and traced:  # a card's allocator knows what they keep
         model.optimizers.look_for_others(call.module)
     captured = step.piece.captured
     if now.device == "cuda" and captured is not None and has_product(captured.program):

@@ -1,10 +1,11 @@
 """Which calls of one model share a symbolic capture: those that differ in nothing but sizes of their tensors.
 
 1. Calls of one *kind* have the same arguments, modes and threads but for the sizes of contiguous tensors.
-2. The first :data:`OWN_CAPTURES` of a kind are captures of one shape: whoever has one length and a shorter last batch
-   pays for no symbolic one, which takes as long as two and a half, and repays that over two more (docs/adr/0010). A
-   shape whose calls go several ways counts once for each (``torch_seams.input_branches``), and for each way beyond the
-   first there is one less, but one at least.
+2. The first :data:`OWN_CAPTURES` of a kind are captures of one shape, as long as first dimensions alone differ: whoever
+   has one length and a shorter last batch pays for no symbolic one, which takes as long as two and a half, and repays
+   that over two more (docs/adr/0010). Lengths come in many: the second is symbolic. A shape whose calls go several ways
+   counts once for each (``torch_seams.input_branches``), and for each way beyond the first there is one less, but one
+   at least.
 3. The dimensions in which those differ become symbols. A later shape that differs in others, or in which one of
    them is 0 or 1 (which torch takes as numbers), has a capture of its own.
 4. Calls that go another way than a symbolic capture have another, of :data:`MOST_SHARED` at the most.
@@ -76,9 +77,11 @@ class Kinds:
         if not kind.shared:
             if another_way or shapes not in kind.seen:
                 kind.seen.append(shapes)
-            if len(kind.seen) <= max(OWN_CAPTURES + 1 - branches, 1) or len(set(kind.seen)) < 2:
+            changing = _changing(kind.seen)
+            own = OWN_CAPTURES if all(set(dimensions) <= {0} for dimensions in changing) else 1
+            if len(kind.seen) <= max(own + 1 - branches, 1) or len(set(kind.seen)) < 2:
                 return None
-            kind.changing = _changing(kind.seen)
+            kind.changing = changing
         if not _serves(kind, shapes):
             return None
         alike = next((each for each in kind.shared if each.other_answer(call) is None), None)

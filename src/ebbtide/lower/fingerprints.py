@@ -18,6 +18,7 @@ from torch import fx
 from ebbtide.errors import VerificationError
 from ebbtide.lower.emit import MAKES
 from ebbtide.step.program import Program
+from ebbtide.torch_seams.graphs import uncompiled_module
 
 __all__ = ["SCRATCH_BYTES_CUDA", "Fingerprints", "fingerprint", "fingerprint_of_values", "with_fingerprints"]
 
@@ -145,5 +146,5 @@ def with_fingerprints(
             with graph.inserting_after(copy):
                 graph.call_function(call, (buffer, copy))
         graph.output(output)
-        copies.append(fx.GraphModule(module, graph))  # takes the constants along
+        copies.append(uncompiled_module(module, graph))  # takes the constants along
     return copies[0], copies[1]

@@ -26,6 +26,7 @@ from ebbtide.lower.targets import EFFECTS, read_state, replay
 from ebbtide.step.machine import Link
 from ebbtide.step.program import COPY_BACK
 from ebbtide.step.schedule import Boundary, Compute, Free, Offload, Reload, Schedule, kept_outputs
+from ebbtide.torch_seams.graphs import uncompiled_module
 from ebbtide.transfers.slots import Slot, Space
 
 __all__ = ["STATE_OF", "Lowered", "lower"]
@@ -196,7 +197,7 @@ def _module(graph: fx.Graph, constants: torch.nn.Module | None) -> fx.GraphModul
     for node in graph.find_nodes(op="get_attr"):
         setattr(root, node.target, getattr(constants, node.target))
     graph.lint()
-    return fx.GraphModule(root, graph)
+    return uncompiled_module(root, graph)
 
 
 def _is_element(node: fx.Node) -> bool:

@@ -36,7 +36,14 @@ class Plan(PlanRecord):
         return line_of(self)
 
     def __str__(self) -> str:
-        """The plan in a stable text form."""
+        """Whether the step fits, what that costs and what to try next, in at most three lines."""
+        from ebbtide.report.text.verdict import verdict_of
+
+        return "\n".join(verdict_of(self))
+
+    @property
+    def details(self) -> str:
+        """All numbers of the plan in a stable text form, each with its name."""
         from ebbtide.report.text.plan import text_of
 
         return text_of(self)

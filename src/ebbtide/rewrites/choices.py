@@ -190,11 +190,12 @@ class Choice:
             program: as captured, with costs.
             alike: a choice of the same ops and buffers, whose graph is at hand: no other is written then.
         """
-        return self._estimates(program, alike)[0]
-
-    def _estimates(self, program: Program, alike: Choice | None = None) -> tuple[Program, dict[str, Estimate]]:
-        """What :meth:`estimated` gives, and what was estimated by the names of ops."""
         alike = alike or self
+        priced, _ = self._estimates(program, alike)
+        return priced(alike.captured.program)
+
+    def _estimates(self, program: Program, alike: Choice) -> tuple[Callable[[Program], Program], dict[str, Estimate]]:
+        """What puts the costs of :meth:`estimated` on a program, and what was estimated by the names of ops."""
         known = {op.signature: (op.seconds, op.workspace_bytes) for op in program.ops}
         own: dict[str, Estimate] = {}
 
@@ -203,12 +204,10 @@ class Choice:
             costs = [estimates.get(op.name) or known.get(op.signature) or (0.0, 0) for op in ours.ops]
             return ours.with_costs([each for each, _ in costs], [each for _, each in costs])
 
-        at = priced(self.source.program)
         for stage in alike.stages:
             rewrites = tuple(each for each in self.rewrites if each.rule == stage.rule.name)
-            own |= stage.rule.estimates(stage.before, rewrites, at, stage.after)
-            at = priced(stage.after.program)
-        return priced(alike.captured.program), own
+            own |= stage.rule.estimates(stage.before, rewrites, priced(stage.before.program), stage.after)
+        return priced, own
 
     def costed(self, device: str, program: Program) -> Costed | None:
         """With costs as measured on ``device``; ``None`` if not all facts are known to hold there.
@@ -226,7 +225,7 @@ class Choice:
             measured = with_measured_costs(self.captured.program, self.captured.calls, device)
         except CaptureError:  # a profiler runs, ours or somebody's: what is new cannot be measured now
             return None
-        estimates = self._estimates(program)[1]
+        _, estimates = self._estimates(program, self)
 
         def priced(op: Op, *, known: bool) -> Op:
             if (estimate := estimates.get(op.name)) is None:

@@ -302,7 +302,7 @@ class Program:
     def with_costs(self, seconds: Iterable[float], workspace_bytes: Iterable[int]) -> Program:
         """This program with other costs per op."""
         ops = tuple(
-            replace(op, seconds=float(s), workspace_bytes=int(w))
+            op if (op.seconds, op.workspace_bytes) == (s, w) else replace(op, seconds=float(s), workspace_bytes=int(w))
             for op, s, w in zip(self.ops, seconds, workspace_bytes, strict=True)
         )
         return replace(self, ops=ops)

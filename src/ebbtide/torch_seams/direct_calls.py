@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ebbtide.torch_seams.graphs import with_code
 from ebbtide.torch_seams.trees import tree_leaves
 
 __all__ = ["boxed_callable", "eager_function"]
@@ -57,8 +58,7 @@ def boxed_callable(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     codegen = _DirectCodeGen()
     codegen.functions = of_torch
     module.graph.set_codegen(codegen)
-    module.recompile()
-    forward = module.forward
+    forward = with_code(module).forward
     if not of_torch:
         return forward
 

@@ -35,6 +35,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "conversions_replace",
+    "described",
     "described_by",
     "fake_device",
     "fakes_are_counted",
@@ -73,6 +74,23 @@ def mode_of(tensor: FakeTensor) -> FakeTensorMode:
 def has_symbolic_sizes(tensor: torch.Tensor) -> bool:
     """Whether a size or a stride of the tensor is a symbol."""
     return tensor._has_symbolic_sizes_strides
+
+
+def described(mode: FakeTensorMode, like: torch.Tensor, storage_of: torch.Tensor | None) -> FakeTensor:
+    """A fake tensor of ``mode`` with sizes, strides and type of ``like``, made without asking for an op's description.
+
+    Args:
+        mode: whose it is to be.
+        like: a fake tensor.
+        storage_of: a fake tensor whose memory it is a view of, from where ``like`` begins; ``None`` for memory of its
+            own, without a byte more than it reaches.
+    """
+    if storage_of is None:
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    else:
+        made = torch.empty(0, dtype=like.dtype, device="meta")
+        made.set_(storage_of.untyped_storage(), like.storage_offset(), like.shape, like.stride())  # type: ignore[call-overload]
+    return FakeTensor(mode, made, like.device)
 
 
 def sizes_only() -> FakeTensorMode:

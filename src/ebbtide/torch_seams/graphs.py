@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 from torch._guards import TracingContext
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 if TYPE_CHECKING:
     import sympy
@@ -26,11 +27,30 @@ __all__ = [
     "number_read",
     "size_source",
     "stack_trace_of",
+    "uncompiled_module",
+    "with_code",
 ]
 
 
 ASSERTS_TRUE: Any = torch._assert_async  # type: ignore[attr-defined]
 """What an ``assert`` on a tensor is in Dynamo's graph: of one element, with the message."""
+
+
+def uncompiled_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of ``graph`` whose code is generated once it is asked for: until then the graph may still change.
+
+    Args:
+        root: has the constants that the graph reads.
+        graph: of the module.
+    """
+    return _LazyGraphModule(root, graph)
+
+
+def with_code(module: fx.GraphModule) -> fx.GraphModule:
+    """``module`` with the code of its graph as that is now."""
+    module.recompile()
+    _LazyGraphModule.force_recompile(module)
+    return module
 
 
 def asserts_on_numbers(graph: fx.Graph) -> bool:

@@ -51,6 +51,7 @@ def _facts(findings: Findings) -> list[str]:
     plain = findings.budget_bytes is None and findings.rewritten_floors
     as_captured = ", as captured, without rewrites" if plain else ""
     lines = [
+        _verdict(findings),
         f"doctor for {findings.case}: the step is one graph",
         _fact(
             "step",
@@ -108,6 +109,22 @@ def _facts(findings: Findings) -> list[str]:
     elif findings.tangent_bytes:
         lines.append(_fact("loss", "inside the step: the backward starts from scalars"))
     return lines
+
+
+def _verdict(findings: Findings) -> str:
+    """Whether the budget is enough, or how far down one may go."""
+    case, smallest = findings.case, format_bytes(findings.smallest_bytes)
+    if findings.budget_bytes is None:
+        less = (
+            f"down to {smallest} with a plan" if not findings.is_small else "and planning takes next to nothing off it"
+        )
+        return f"{case} takes {format_bytes(findings.baseline_peak_bytes)} unplanned, {less}"
+    budget = format_allowed(findings.budget_bytes)
+    if findings.overhead is None:
+        return f"{case} does not fit {budget}: ask for at least {smallest}"
+    if findings.budget_bytes >= findings.baseline_peak_bytes:
+        return f"{case} fits {budget} as it is, no time added"
+    return f"{case} fits {budget} with a plan that adds {format_percent(findings.overhead)} of time"
 
 
 def _resident(findings: Findings) -> list[str]:

@@ -47,7 +47,7 @@ def line_of(plan: PlanRecord) -> str:
 
 
 def text_of(plan: PlanRecord) -> str:
-    """The plan in a stable text form: what ``str`` gives."""
+    """The plan in a stable text form: its ``details``."""
     lines = [f"plan for {plan.case} by {plan.planner}: {plan.status.name}"]
     return "\n".join([*lines, *(_fact(name, text) for name, text in facts_of(plan))])
 
