@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ebbtide._api.fit import unfit as unfit
     from ebbtide._api.max_batch import BatchPlan as BatchPlan
     from ebbtide._api.max_batch import max_batch as max_batch
+    from ebbtide._api.metrics import metrics_of as metrics_of
     from ebbtide._api.repeatable import repeatable as repeatable
     from ebbtide._api.verify import Verification as Verification
     from ebbtide._api.verify import verify as verify
@@ -53,6 +54,7 @@ _HOMES = {
     "fit": "ebbtide._api.fit",
     "max_batch": "ebbtide._api.max_batch",
     "measure": "ebbtide.measurement.peak",
+    "metrics_of": "ebbtide._api.metrics",
     "no_update": "ebbtide._api.fit",
     "plan": "ebbtide._api.estimate",
     "plan_of": "ebbtide._api.fit",

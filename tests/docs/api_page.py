@@ -30,7 +30,7 @@ WIDTH = 110
 
 TRAINING = (
     *("fit", "set_budget", "set_optimizer", "no_update", "total_norm", "unfit"),
-    *("plan_of", "step_of", "calls_of", "measure", "repeatable"),
+    *("plan_of", "step_of", "calls_of", "metrics_of", "measure", "repeatable"),
 )
 AHEAD = ("plan", "sweep", "max_batch", "plot_frontier", "doctor", "verify")
 RECORDS = ("Options", "Budget", "Case", "Machine", "Plan", "Program", "Status", "BatchPlan", "Verification")

@@ -257,3 +257,12 @@ def test_the_batches_that_a_trainer_holds_are_resident(way: str, tmp_path: Path)
     assert there >= sum(each.nbytes for each in model.parameters()) + ahead * batch, "the oracle sees the batches"
     scalars = 256
     assert budget.plan.resident_bytes >= there + state - scalars
+
+
+def test_memory_is_logged_where_the_trainer_logs(tmp_path: Path) -> None:
+    logged: list[tuple[int, dict[str, float]]] = []
+    memory = MemoryBudget("85%", log=lambda metrics, step: logged.append((step, metrics)))
+    trained(tmp_path, memory)
+    assert [step for step, _ in logged][:3] == [1, 2, 3]
+    assert logged[2][1]["ebbtide/planned_calls"] == 3.0
+    assert logged[2][1]["ebbtide/measured_peak_bytes"] <= logged[2][1]["ebbtide/budget_bytes"]

@@ -429,3 +429,11 @@ def test_bad_input_is_refused_where_it_is_given() -> None:
         MemoryBudget("1GiB").max_batch(trainer, nn.Linear(1, 1), torch.zeros)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="optimizes manually"):
         MemoryBudget("1GiB").max_batch(trainer, Manual(), torch.zeros)
+
+
+def test_memory_goes_to_the_trainers_loggers(tmp_path: Path) -> None:
+    logger = pl.loggers.CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    trained(MemoryBudget("85%", log=True), logger=logger, log_every_n_steps=1)
+    logger.save()
+    written = Path(logger.log_dir, "metrics.csv").read_text(encoding="utf-8").splitlines()
+    assert {"ebbtide/budget_bytes", "ebbtide/measured_peak_bytes", "loss"} <= set(written[0].split(","))

@@ -22,6 +22,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide._api.fit import calls_of, fit, set_optimizer, step_of, unfit
+from ebbtide._api.metrics import metrics_of
 from ebbtide.engine.calls import Calls
 from ebbtide.engine.fitted_class import FITTED
 from ebbtide.errors import UsageError
@@ -48,6 +49,8 @@ class MemoryBudget(TrainerCallback):
     Args:
         budget: as for :func:`ebbtide.fit`.
         options: likewise, but for ``optimizer``, which is the trainer's.
+        log: is called with :func:`ebbtide.metrics_of` and the step where the trainer logs: ``wandb.log``,
+            ``mlflow.log_metrics``.
 
     Attributes:
         calls: how the training calls went, once training has ended (:func:`ebbtide.calls_of`).
@@ -58,8 +61,14 @@ class MemoryBudget(TrainerCallback):
     """
 
     @initialized_with_options
-    def __init__(self, budget: str | int | Budget | Plan, *, options: Options | None = None) -> None:
-        self._budget, self._options = budget, checked(budget, options)
+    def __init__(
+        self,
+        budget: str | int | Budget | Plan,
+        *,
+        log: Callable[[dict[str, float], int], object] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        self._budget, self._options, self._log = budget, checked(budget, options), log
         self.calls: Calls | None = None
         self.plan: Plan | None = None
         self._fitted: torch.nn.Module | None = None
@@ -98,6 +107,12 @@ class MemoryBudget(TrainerCallback):
         FITTED[model].configure(replace(how, planning=replace(how.planning, takes_inside=lambda: False)))
         self._fitted, self._training = model, weakref.ref(state)
         _PLANNED[model] = weakref.ref(self)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log the memory of the step beside what the trainer logs."""
+        model = kwargs["model"]
+        if self._log is not None and model in FITTED:
+            self._log(metrics_of(model), state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from ebbtide._api.fit import calls_of, fit, step_of, unfit
 from ebbtide._api.max_batch import BatchPlan
+from ebbtide._api.metrics import metrics_of
 from ebbtide.engine.calls import Calls
 from ebbtide.engine.fitted_class import FITTED
 from ebbtide.entry_points import options_of, takes_options
@@ -51,6 +52,7 @@ class MemoryBudget(Callback):
         budget: as for :func:`ebbtide.fit`.
         losses: in manual optimization, the names of the methods of the LightningModule whose results
             ``manual_backward`` is called on.
+        log: whether :func:`ebbtide.metrics_of` go to the trainer's loggers, every ``log_every_n_steps``.
         options: as for :func:`ebbtide.fit`, but for ``optimizer``, which is the trainer's.
 
     Attributes:
@@ -63,9 +65,14 @@ class MemoryBudget(Callback):
 
     @initialized_with_options
     def __init__(
-        self, budget: str | int | Budget | Plan, *, losses: Sequence[str] = (), options: Options | None = None
+        self,
+        budget: str | int | Budget | Plan,
+        *,
+        losses: Sequence[str] = (),
+        log: bool = False,
+        options: Options | None = None,
     ) -> None:
-        self._budget, self._options = budget, checked(budget, options)
+        self._budget, self._options, self._log = budget, checked(budget, options), log
         self.calls: Calls | None = None
         self.plan: Plan | None = None
         self._losses = (losses,) if isinstance(losses, str) else tuple(losses)
@@ -99,6 +106,14 @@ class MemoryBudget(Callback):
         if self._fitted is not None:
             self._fitted.trains = not getattr(trainer.fit_loop, "_skip_backward", False)
             self._fitted.ahead = getattr(trainer.fit_loop._data_fetcher, "batches", [])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the memory of the step beside what the module logs."""
+        if self._log and self._fitted is not None and (batch_idx + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics_of(self._fitted), trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was before (definition 1)."""
