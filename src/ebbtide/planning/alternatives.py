@@ -63,6 +63,8 @@ _MOST_HINTS = 2
 """Rewrites of other shapes' plans that are tried as they are."""
 _MOST_TRIED = 3
 """Alternatives that are planned in earnest and fit."""
+_AS_GOOD = 0.01
+"""Of the least budget that is known to work, what another program has to take off it by its floor to be asked."""
 _MOST_REFUSED = 2
 """Alternatives of the least floors that are asked for the smallest budget, where none fits."""
 
@@ -416,10 +418,11 @@ class _Tries:
         return len(self._refusals) + len(self._beyond)
 
     def least_refusal(self) -> BudgetError:
-        """Of all refusals, the one that names the least budget; a program whose floor is no less is not asked."""
+        """Of all refusals, the one that names the least budget; a program whose floor is not much less is not asked."""
         for floor, _, candidate, rewritten in sorted(self._beyond, key=lambda each: each[:2]):
-            known = [(each.smallest_bytes or 0) - (each.budget_bytes or 0) for each in self._refusals]
-            if not known or floor - self._above_budget_bytes < min(known):
+            known = min((each.smallest_bytes or 0 for each in self._refusals), default=None)
+            budget = next((each.budget_bytes or 0 for each in self._refusals), 0)
+            if known is None or budget + floor - self._above_budget_bytes < (1.0 - _AS_GOOD) * known:
                 self._plan(candidate, rewritten)
         refusals, self._refusals = self._refusals, []
         return min(refusals, key=lambda each: each.smallest_bytes or 0)

@@ -13,7 +13,7 @@ from ebbtide.step.rewrite import Rewrite
 
 __all__ = ["grown_alternatives"]
 
-_FIELD = "\x1f"
+_FIELD, _PART = "\x1f", "\x1e"
 
 
 def grown_alternatives(
@@ -87,12 +87,18 @@ def _grown_rewrites(few: Sequence[Rewrite], more: Sequence[Rewrite], layers: Lay
     return None if rows is None else tuple(map(_rewrite, rows))
 
 
-def _row(rewrite: Rewrite) -> tuple[str, tuple[tuple[str, int], ...]]:
-    text = _FIELD.join((rewrite.rule, rewrite.at, rewrite.where, rewrite.form, *rewrite.facts))
-    return text, rewrite.settings
+def _row(rewrite: Rewrite) -> tuple[str, tuple[str, ...]]:
+    """Its text, with the values of its settings, of which the number of places grows; and their names."""
+    values = (str(value) for _, value in rewrite.settings)
+    text = _PART.join(
+        map(_FIELD.join, ((rewrite.rule, rewrite.at, rewrite.where, rewrite.form), values, rewrite.facts))
+    )
+    return text, tuple(name for name, _ in rewrite.settings)
 
 
-def _rewrite(row: tuple[str, tuple[tuple[str, int], ...]]) -> Rewrite:
-    text, settings = row
-    rule, at, where, form, *facts = text.split(_FIELD)
-    return Rewrite(rule, at, where, form, settings, tuple(facts))
+def _rewrite(row: tuple[str, tuple[str, ...]]) -> Rewrite:
+    text, names = row
+    told, values, facts = text.split(_PART)
+    rule, at, where, form = told.split(_FIELD)
+    settings = tuple(zip(names, map(int, values.split(_FIELD)), strict=True)) if names else ()
+    return Rewrite(rule, at, where, form, settings, tuple(facts.split(_FIELD)) if facts else ())

@@ -25,6 +25,7 @@ from ebbtide.step.rewrite import Rewritten
 from ebbtide.step.schedule import Schedule
 from ebbtide.step.simulate import overhead_of, simulate
 from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.units import format_bytes
 
 __all__ = ["is_legal", "plan_of_one", "smallest_told", "with_smallest"]
 
@@ -76,7 +77,7 @@ def plan_of_one(program: Program, rewritten: Rewritten | None, asked: Asked) -> 
     asked = _of_program(program, rewritten, asked)
     options, budget_bytes = asked.options, asked.budget_bytes(program)
     problem = _problem(program, asked)
-    told = smallest_told(options.progress, None, partial(asked.budget_for, program))
+    told = smallest_told(options.progress, None, partial(asked.budget_for, program), _beyond(problem))
     end_needs = asked.end.needed_bytes(program, asked.resident_bytes)
     if budget_bytes < end_needs and (
         options.quick or asked.held_bytes + _smallest(problem, options, told)[0] <= end_needs
@@ -196,8 +197,14 @@ def _searched(problem: Problem, program: Program, asked: Asked) -> _Found:
     options = asked.options
     finds = finds_smallest(options.planner)
     plan_with = planner_named(options.planner)
-    if options.quick and _floor(problem)[0] > problem.above_budget_bytes:
-        return _Found(Answer(Status.INFEASIBLE, None), None)
+    beyond = _beyond(problem)
+    if beyond is not None and (finds or options.quick):  # proven: no planner has to be asked for a plan
+        least, smallest = (None, None)
+        if not options.quick:
+            told = smallest_told(options.progress, None, partial(asked.budget_for, program), beyond)
+            told(unplanned_bytes(program))
+            least, smallest = _smallest(problem, options, told)
+        return _Found(Answer(Status.INFEASIBLE, None), least, smallest)
     near = [] if options.cache is None else options.cache.near(problem)
     problem = replace(problem, seeds=(*problem.seeds, *(each for each in near if is_legal(problem, each))))
     answer = plan_with(problem) if finds else None  # so that plans come sooner
@@ -280,16 +287,35 @@ def _keep(found: _Found, problem: Problem, options: PlanningOptions) -> None:
         options.buckets.learn(options.planner, problem, found.answer, found.smallest)
 
 
+def _beyond(problem: Problem) -> int | None:
+    """The floor of a problem, bytes above the step's start, where that is proof that nothing fits."""
+    floor = _floor(problem)[0]
+    return floor if floor > problem.above_budget_bytes else None
+
+
 def smallest_told(
-    progress: Callable[[Progress], None], best: float | None, budget_of: Callable[[int], int]
+    progress: Callable[[Progress], None],
+    best: float | None,
+    budget_of: Callable[[int], int],
+    beyond: int | None = None,
 ) -> Callable[[int], None]:
-    """Tells ``progress`` of ever smaller budgets, given bytes above the step's start and what budget they need."""
+    """Tells ``progress`` of ever smaller budgets, given bytes above the step's start and what budget they need.
+
+    Args:
+        progress: is told.
+        best: overhead of the best plan so far.
+        budget_of: from bytes to a budget.
+        beyond: the floor, where the budget is below it.
+    """
     least: int | None = None
+    stage = "looking for the smallest workable budget"
+    if beyond is not None:
+        stage = f"it does not fit, no plan takes less than {format_bytes(budget_of(beyond))}; {stage}"
 
     def tell(above_bytes: int) -> None:
         nonlocal least
         least = above_bytes if least is None else min(above_bytes, least)
-        progress(Progress("looking for the smallest workable budget", best, smallest_bytes=budget_of(least)))
+        progress(Progress(stage, best, smallest_bytes=budget_of(least)))
 
     return tell
 
