@@ -24,6 +24,7 @@ from ebbtide.planners import Progress
 from ebbtide.planners.search.smallest import forget_smallest
 from ebbtide.report.plan import Plan
 from ebbtide.report.text.progress import ProgressDisplay
+from ebbtide.step.machine import machine_named
 from ebbtide.units import format_bytes
 
 # Six ops in a chain and back: small enough that planning takes no time.
@@ -136,6 +137,14 @@ def test_a_plan_as_text_says_what_its_status_means(graph: Path) -> None:
     assert result.stdout.splitlines()[0].startswith("chain fits as it is: ")
     assert "\nplan for chain by auto: OPTIMAL\n" in result.stdout
     assert ebbtide.Status.OPTIMAL.value in result.stdout
+
+
+def test_without_a_budget_it_is_what_the_machine_has() -> None:
+    data = last_json(run("plan", "zoo:mlp_chain", "--size", 64, "--machine", "t4-16gb", "--json"))
+    assert data["budget_bytes"] == machine_named("t4-16gb").usable_bytes
+    refused = run("plan", "zoo:mlp_chain", "--size", 64)
+    assert refused.exit_code == 2
+    assert "--budget 8GiB" in refused.stderr.splitlines()[0]
 
 
 def test_a_zoo_model_for_a_catalogue_machine() -> None:

@@ -12,12 +12,15 @@ import torch
 
 import ebbtide
 from ebbtide.engine.executable import Executable
+from ebbtide.engine.fitted_class import FITTED
 from ebbtide.engine.reserve import most_unsplit_bytes, unsplit_bytes
-from ebbtide.errors import BudgetExceeded
+from ebbtide.errors import BudgetExceeded, UsageError
 from ebbtide.measurement import reserved
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.measurement.reserved import Reserved, too_large_for_the_card
+from ebbtide.step.machine import machine_named
 from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.zoo import mlp_chain
 
 GIB = 2**30
 
@@ -46,6 +49,30 @@ def test_a_budget_above_what_the_card_has_for_us_is_warned_of(card: Callable[...
         ebbtide.set_budget(model, "60%")
     with pytest.warns(UserWarning, match="of 80.00 GiB it holds 2.00 GiB and 10.00 GiB are free"):
         ebbtide.set_budget(model, "13GiB")
+
+
+def test_what_the_card_has_is_a_budget(card: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+    card(free=10 * GIB, own=2 * GIB)
+    model = ebbtide.fit(torch.nn.Linear(4, 4))
+    assert FITTED[model].request.budget.bytes == int(12 * GIB * 0.95)
+    assert "the budget is 11.39 GiB" in caplog.text
+    ebbtide.set_budget(model, "1GiB")
+    ebbtide.set_budget(model, "auto")
+    assert FITTED[model].request.budget.bytes == int(12 * GIB * 0.95)
+
+
+def test_a_cpu_has_no_budget_of_its_own_and_a_machine_of_the_catalogue_has() -> None:
+    with pytest.raises(UsageError, match='give bytes, such as "8GiB"'):
+        ebbtide.fit(torch.nn.Linear(4, 4))
+    case = mlp_chain(8, layers=2)
+    plan = ebbtide.plan(case.model, case.args, machine="t4-16gb")
+    assert plan.budget_bytes == machine_named("t4-16gb").usable_bytes
+    with pytest.raises(UsageError, match="this is a CPU"):
+        ebbtide.plan(case.model, case.args)
+    found = ebbtide.max_batch(
+        lambda batch: mlp_chain(batch, layers=2, width=4096), machine="t4-16gb", options=ebbtide.Options(effort=10)
+    )
+    assert found.plan.budget_bytes == machine_named("t4-16gb").usable_bytes
 
 
 def test_on_a_cpu_nothing_is_asked() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from ebbtide._api.auto_budget import AUTO, budget_from
 from ebbtide._api.refusals import (
     refuse_to_offload,
     refuse_to_plan,
@@ -78,7 +79,7 @@ def plan(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    budget: str | int | Budget,
+    budget: str | int | Budget = AUTO,
     machine: str | Machine | None = None,
     loss: Callable[[Any], Any] | None = None,
     name: str = "",
@@ -90,7 +91,8 @@ def plan(
         model: real, fake (built under ``FakeTensorMode``) or on the ``meta`` device.
         args: positional arguments of the call, real, fake or meta like the model.
         kwargs: keyword arguments.
-        budget: bytes of the step's peak, resident part included, or a share of the unplanned peak.
+        budget: bytes of the step's peak, resident part included, or a share of the unplanned peak; ``"auto"`` is what
+            can be used of the machine.
         machine: as in :class:`Options`.
         loss: as in :class:`Options`.
         name: of the case, for reports; the model's class if empty.
@@ -104,7 +106,7 @@ def plan(
     """
     text("name", name)
     asked = options_of("plan", options, machine=machine, loss=loss)
-    parsed = Budget.parse(budget)
+    parsed = budget_from(budget, [model], asked.target)
     planner_named(asked.planner)
     with narrated(asked.tell), interruption_noted(asked.tell) as tell:
         asked = replace(asked, progress=tell)

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar, cast
 
 import torch
 
+from ebbtide._api.auto_budget import AUTO, budget_from
 from ebbtide._api.refusals import (
     refuse_foreign_optimizer,
     refuse_to_fit,
@@ -66,7 +67,7 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 @takes_options
 def fit(
     model: ModelT,
-    budget: str | int | Budget | Plan,
+    budget: str | int | Budget | Plan = AUTO,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     tiers: str | Sequence[str] | None = None,
@@ -83,7 +84,8 @@ def fit(
         model: any module. Plans are best if its training call returns the scalar loss; otherwise the first step
             runs in as little memory as possible and what the loss takes outside is measured and reserved.
         budget: bytes of the step's peak allocated memory, everything counted: ``"12GiB"``, ``"8GB"``, an ``int``,
-            ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run.
+            ``"60%"`` of the same step's unplanned peak, or a :class:`Plan` to run. ``"auto"`` is what the model's card
+            has free, less 5 % for fragments.
         optimizer: that trains the model; as in :class:`Options`.
         tiers: as in :class:`Options`.
         step: as in :class:`Options`.
@@ -111,7 +113,7 @@ def fit(
     optimizer = _require_made(asked.optimizer)
     planner_named(asked.planner)
     asked.require_complete()
-    limit, given = _limit_of(budget)
+    limit, given = _limit_of(model, budget)
     _refuse_two_plans(given, asked.start)
     refuse_to_fit(model)
     refuse_foreign_optimizer(model, optimizer)
@@ -246,7 +248,7 @@ def set_budget(model: ModelT, budget: str | int | Budget | Plan) -> ModelT:
         PlanMismatch: for a plan that moves tensors to a tier that the model was fitted without.
     """
     fitted = _fitted(model, "set_budget")
-    limit, plan = _limit_of(budget)
+    limit, plan = _limit_of(model, budget)
     _warn_of_the_card(model, limit)
     configuration = fitted.configuration
     tiers = configuration.tiers
@@ -316,11 +318,11 @@ def calls_of(model: torch.nn.Module) -> Calls:
     return _fitted(model, "calls_of").calls.copy()
 
 
-def _limit_of(budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
+def _limit_of(model: torch.nn.Module, budget: str | int | Budget | Plan) -> tuple[Budget, Plan | None]:
     """The budget, and the plan to run if one was given in its place."""
     if isinstance(budget, Plan):
         return Budget(bytes=budget.budget_bytes), budget
-    return Budget.parse(budget), None
+    return budget_from(budget, [model]), None
 
 
 @with_known_keywords

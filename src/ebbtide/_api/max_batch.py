@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+from ebbtide._api.auto_budget import AUTO, budget_from
 from ebbtide._api.batches import judged, largest, one_forward
 from ebbtide._api.estimate import AheadStep, capture_ahead
 from ebbtide.capture.without_memory import without_memory
@@ -45,6 +46,7 @@ MOST_OVERHEAD = 10.0  # a fraction: beyond, a percentage was meant
 NEAR, FAR = 2, 4  # the two small captures
 LOOSE = 0.5  # of overhead: a limit below it gives no line
 COARSE = 8  # the first steps from what fits unplanned are so large a part of it then
+BEYOND = 4  # times what fits unplanned: a guess is no larger, and goes on from there
 SEARCH_EFFORT = 2_000  # per plan while searching; the answer is planned with all
 LAST_SECONDS = 10.0  # for the plan of what fits unplanned, once Ctrl-C has come
 
@@ -76,7 +78,7 @@ class BatchPlan:
 def max_batch(
     make_case: Callable[[int], Case],
     *,
-    budget: str | int | Budget,
+    budget: str | int | Budget = AUTO,
     vary: Vary = "batch",
     overhead: float | Literal["one-forward"] | None = None,
     machine: str | Machine | None = None,
@@ -87,8 +89,8 @@ def max_batch(
     Args:
         make_case: from a batch to the case of one training call; or from a number of layers, or a length. For a
             machine that is not at hand it is called under ``FakeTensorMode``, so that no batch takes memory.
-        budget: bytes of the step's peak, resident part included; a share is refused, as the peak it would be of
-            grows with the batch.
+        budget: bytes of the step's peak, resident part included, or ``"auto"``; a share is refused, as the peak it
+            would be of grows with the batch.
         vary: what ``make_case`` takes, ``"batch"``, ``"layers"`` or ``"length"``: the word for it in what is said.
         overhead: the most added time allowed, as a fraction of the unplanned step; ``"one-forward"`` is the share
             of the forward; ``None`` allows any.
@@ -103,7 +105,8 @@ def max_batch(
 
     What ``make_case`` raises for 1 is raised; a larger one that it raises for does not fit (``BatchPlan.failed``).
     """
-    parsed = Budget.parse(budget)
+    asked = options_of("max_batch", options, machine=machine)
+    parsed = budget_from(budget, (), asked.target)
     if parsed.bytes is None:
         raise UsageError(
             f"a budget of {parsed} says nothing about a batch; give bytes, for example budget='16GiB'",
@@ -116,7 +119,6 @@ def max_batch(
             f"vary={vary!r} is none of {', '.join(WORDS)}", argument="vary", value=vary, accepted=tuple(WORDS)
         )
     _refuse_no_factory(make_case)
-    asked = options_of("max_batch", options, machine=machine)
     if asked.optimizer is not None and not callable(asked.optimizer):
         raise UsageError(
             "every batch has a model of its own, so max_batch takes no optimizer that is made already; give a "
@@ -316,9 +318,10 @@ class _Search:
             )
             guess, coarse = max(self.unplanned, 1), 1
             if self._overhead is None or (self._overhead != "one-forward" and float(self._overhead) >= LOOSE):
-                guess = max(guess, self._where_a_line_ends(self._least_bytes))
+                most = BEYOND * guess  # where weights are nearly all, least bytes hardly grow between small batches
+                guess = max(guess, min(self._where_a_line_ends(self._least_bytes), most))
                 if guess > FAR:
-                    guess = max(self.unplanned, self._where_a_line_ends(self._least_bytes, guess))
+                    guess = max(self.unplanned, min(self._where_a_line_ends(self._least_bytes, guess), most))
             else:
                 coarse = max(guess // COARSE, 1)
             return largest(self._captured_fits, max(largest(self._captured_fits, guess, coarse), 1))

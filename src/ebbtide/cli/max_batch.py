@@ -19,9 +19,10 @@ from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
 from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import write_json
+from ebbtide.cli.steps import parsed_budget
 from ebbtide.errors import UsageError
 from ebbtide.options import Options, no_optimizer
-from ebbtide.units import Budget, format_allowed, format_percent
+from ebbtide.units import format_allowed, format_percent
 
 if TYPE_CHECKING:
     from ebbtide._api.max_batch import Vary
@@ -37,7 +38,6 @@ _LARGER = {"batch": "a larger batch", "layers": "more layers", "length": "a grea
 def max_batch(
     *,
     case: Annotated[str, typer.Argument(help="zoo:NAME, hf:PATH or FILE.py:function; the function takes the batch")],
-    budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB")],
     vary: Annotated[
         str | None,
         typer.Option(
@@ -49,6 +49,9 @@ def max_batch(
     ] = None,
     sizes: Sizes,
     overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
+    budget: Annotated[
+        str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or auto: what the machine has")
+    ] = "auto",
     options: Options,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -62,7 +65,7 @@ def max_batch(
     if is_graph(case):
         raise UsageError(f"{case} has a fixed batch; name zoo:NAME, hf:PATH or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
-    parsed = Budget.parse(budget)
+    parsed = parsed_budget(budget, options)
     check_case(case)
     check_sizes(case, sizes)
     word, sized = _varied(case, vary, size)

@@ -14,9 +14,9 @@ from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
 from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import check_page, check_plan, save_plan, save_report, write_json
-from ebbtide.cli.steps import captured_step, check_request
+from ebbtide.cli.steps import captured_step, check_request, parsed_budget
 from ebbtide.options import Options
-from ebbtide.units import Budget
+from ebbtide.units import format_bytes
 
 __all__ = ["plan"]
 
@@ -25,7 +25,9 @@ __all__ = ["plan"]
 def plan(
     *,
     case: CaseName,
-    budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or 60% of the unplanned peak")],
+    budget: Annotated[
+        str, typer.Option(help="peak allowed: 12GiB, 800MiB, 60% of the unplanned peak, or auto: what the machine has")
+    ] = "auto",
     options: Options,
     size: Size = None,
     sizes: Sizes,
@@ -40,7 +42,7 @@ def plan(
     """
     check_plan(out)
     check_page(report)
-    limit = Budget.parse(budget)
+    limit = parsed_budget(budget, options)
     check_request(case, size, options)
     check_sizes(case, sizes)
 
@@ -54,6 +56,9 @@ def plan(
         options = replace(options, time_limit=None, interrupt=keeper.interrupt, progress=keeper.tell)
         captured, _ = captured_step(case, size, options, display, sizes)
         display.stage("planning")
+        if limit.bytes is not None and limit.bytes < captured.resident_bytes:
+            there = f"{format_bytes(captured.resident_bytes)} are there before the step"
+            display.stage(f"it does not fit, {there}; looking for the smallest workable budget")
         made = captured.plan(limit, PlanningOptions.of(options))
     if keeper.interrupt.interrupted:
         print("stopped by Ctrl-C; this is the best plan found until then", file=sys.stderr)

@@ -19,7 +19,14 @@ from ebbtide.measurement.card_peaks import allocated_peak
 from ebbtide.measurement.device import cuda_index_of
 from ebbtide.units import format_allowed, format_bytes, format_rows
 
-__all__ = ["Reserved", "out_of_memory_explained", "requested_now", "reserved_at_peak", "too_large_for_the_card"]
+__all__ = [
+    "Reserved",
+    "out_of_memory_explained",
+    "requested_now",
+    "reserved_at_peak",
+    "too_large_for_the_card",
+    "usable_of_the_card",
+]
 
 _MUCH = 0.05  # fragments, of the budget
 _GROW = "start the process with PYTORCH_ALLOC_CONF=expandable_segments:True, which lets segments grow"
@@ -76,6 +83,18 @@ def reserved_at_peak() -> Reserved:
 def requested_now() -> int:
     """Bytes that the current card's allocator was asked for and that are in use; 0 if it does not say."""
     return torch.cuda.memory_stats().get("requested_bytes.all.current", 0)
+
+
+def usable_of_the_card(roots: Iterable[object]) -> int | None:
+    """Bytes that tensors of this process may take of the card of ``roots``, theirs included; ``None`` on a CPU.
+
+    What is free and what the process holds already, less what fragments may take.
+    """
+    index = cuda_index_of(roots)
+    if index is None:
+        return None
+    free, _ = torch.cuda.mem_get_info(index)
+    return int((free + torch.cuda.memory_reserved(index)) * (1 - _MUCH))
 
 
 def too_large_for_the_card(roots: Iterable[object], budget_bytes: int | None) -> str:

@@ -115,9 +115,11 @@ def _verdict(findings: Findings) -> str:
     """Whether the budget is enough, or how far down one may go."""
     case, smallest = findings.case, format_bytes(findings.smallest_bytes)
     if findings.budget_bytes is None:
-        less = (
-            f"down to {smallest} with a plan" if not findings.is_small else "and planning takes next to nothing off it"
-        )
+        less = f"down to {smallest} with a plan"
+        if findings.is_small:
+            less = "and planning takes next to nothing off it"
+        elif min(findings.rewritten_floors, default=findings.smallest_bytes) < findings.smallest_bytes:
+            less += ", and further with rewrites"
         return f"{case} takes {format_bytes(findings.baseline_peak_bytes)} unplanned, {less}"
     budget = format_allowed(findings.budget_bytes)
     if findings.overhead is None:

@@ -1,0 +1,43 @@
+"""``budget="auto"``: what the machine has, less what the allocator and the device's context need."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from ebbtide.errors import UsageError
+from ebbtide.measurement.reserved import usable_of_the_card
+from ebbtide.step.machine import Machine, is_elsewhere
+from ebbtide.units import Budget, format_allowed
+
+__all__ = ["AUTO", "budget_from"]
+
+AUTO = "auto"
+_logger = logging.getLogger("ebbtide")
+
+
+def budget_from(value: str | int | Budget, roots: Iterable[object], machine: Machine | None = None) -> Budget:
+    """The budget that ``value`` says; for ``"auto"`` what can be used of a machine of the catalogue, or of a card here.
+
+    Args:
+        value: as users give it.
+        roots: what is on the device at hand: a model.
+        machine: planned for; ``None`` is the device at hand.
+
+    Raises:
+        UsageError: if it says none, or ``"auto"`` on a CPU.
+    """
+    if value != AUTO:
+        return Budget.parse(value)
+    if machine is not None and is_elsewhere(machine):
+        return Budget(bytes=machine.usable_bytes)
+    usable = usable_of_the_card(roots)
+    if usable is None:
+        raise UsageError(
+            'budget="auto" is what a card has free, and this is a CPU, whose memory others use too: give bytes, such '
+            'as "8GiB", a share of the unplanned peak, "60%", or the machine to plan for (machine="rtx4090-24gb")',
+            argument="budget",
+            value=value,
+        )
+    _logger.warning("the budget is %s: what the card has free, less 5 %% for fragments", format_allowed(usable))
+    return Budget(bytes=usable)
