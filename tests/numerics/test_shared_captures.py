@@ -194,6 +194,59 @@ def test_many_shapes_take_few_captures_and_keep_their_bits(own_captures: list[bo
     assert own_captures == [True] + [False] * (len(LENGTHS) - 1)
 
 
+class Upscaled(nn.Module):
+    """Torch has no trace of ``interpolate`` to sizes that are symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.head = nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Conv2d(7, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = nn.functional.interpolate(self.down(x).relu(), size=x.shape[-2:], mode="bilinear")
+        return self.head(torch.cat([up, x], 1)).square().mean()
+
+
+def test_what_is_not_traced_with_symbols_has_captures_of_its_own(own_captures: list[bool]) -> None:
+    plain = Upscaled()
+    model = ebbtide.fit(copy.deepcopy(plain), "150%")
+    for size in (32, 48, 40, 36):
+        x, gradients = torch.randn(2, 3, size, size), []
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).backward()
+            gradients.append([p.grad.clone() for p in each.parameters() if p.grad is not None])
+        assert equal(*gradients), size
+    assert own_captures.count(True) == 4
+    assert own_captures.count(False) == MOST_FAILURES
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (z.unflatten(-1, (4, 8)).transpose(1, 2) for z in self.mixed(x).chunk(3, -1))
+        drawn = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        return drawn.float().square().mean()
+
+
+def test_what_autocast_has_cast_is_not_cast_again_where_it_is_written_out(own_captures: list[bool]) -> None:
+    plain = Attending()
+    model = ebbtide.fit(copy.deepcopy(plain), "150%")
+    for length in (12, 30, 41):
+        x, gradients = torch.randn(4, length, 32), []
+        for each in (model, plain):
+            each.zero_grad()
+            torch.manual_seed(0)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each(x)
+            loss.backward()
+            gradients.append([p.grad.clone() for p in each.parameters() if p.grad is not None])
+        assert equal(*gradients), length
+    assert own_captures == [True, False, False]
+
+
 def test_a_shorter_last_batch_has_a_capture_of_its_own(own_captures: list[bool]) -> None:
     model, plain = twins()
     for batch in (16, 11, 16, 13):

@@ -278,7 +278,7 @@ class Capture:
             return self._captured
         names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
         by_name = {names[i]: size for i, size in enumerate(inputs) if isinstance(size, int)}
-        with signals_wait(), capture_settings(here=True):
+        with signals_wait(), capture_settings(here=True), self._behind_autocast():
             return self._read(at_sizes(self._joint, by_name, self._taken.conditions))
 
     def traced_again(self, captured: Captured, layouts: Layouts) -> Captured:
@@ -306,8 +306,13 @@ class Capture:
             joint, count = self._graph.joint(like)
             if self.symbolic:
                 sizes = {node.name: node.meta.get("val") for node in captured.primals}
-                joint = at_sizes(joint, {name: size for name, size in sizes.items() if isinstance(size, int)})
+                with self._behind_autocast():
+                    joint = at_sizes(joint, {name: size for name, size in sizes.items() if isinstance(size, int)})
         return self._read(joint), count
+
+    def _behind_autocast(self) -> AbstractContextManager[object]:
+        """For calls of a joint graph, which are those that autocast has made: under the user's they were cast again."""
+        return torch.autocast(self.device, enabled=False)
 
     def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:
         """``captured`` where these primals have gradients already (``capture.joint``)."""

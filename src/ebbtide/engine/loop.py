@@ -71,6 +71,7 @@ from ebbtide.planning.asked import Made
 from ebbtide.planning.step_end import most_of
 from ebbtide.ranks.member import ALONE, member_of
 from ebbtide.rewrites.choices import may_be_rewritten
+from ebbtide.signals import raised_by_a_handler
 from ebbtide.step.program import Program
 from ebbtide.step.unplanned import unplanned_bytes
 from ebbtide.torch_seams.autograd import release_failed_backward
@@ -156,6 +157,10 @@ def train(
                     raise
                 else:
                     return _unless_trained(model, call, now, error)
+            except Exception as error:  # of an op that torch cannot trace with sizes as symbols, or the user's own
+                if raised_by_a_handler(error) or step.piece.capture.is_made or not step.piece.capture.symbolic:
+                    raise
+                attempts.reject(step, model.steps, now)
 
 
 @contextmanager
