@@ -23,6 +23,7 @@ from ebbtide.errors import UsageError
 from ebbtide.planners import Progress
 from ebbtide.planners.search.smallest import forget_smallest
 from ebbtide.report.plan import Plan
+from ebbtide.report.text import progress
 from ebbtide.report.text.progress import ProgressDisplay
 from ebbtide.step.machine import machine_named
 from ebbtide.units import format_bytes
@@ -385,15 +386,20 @@ def test_progress_in_words() -> None:
     assert known == "local search: best overhead 25.00 %, bound 10.00 %, gap 15.00 %"
 
 
-def test_plain_progress_is_one_line_per_stage() -> None:
+def test_plain_progress_is_a_line_per_stage_and_few_of_what_a_planner_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = StringIO()
     with ProgressDisplay(stream) as display:
         display.stage("capturing")
-        for overhead in (0.3, 0.2, 0.1):
+        display(Progress("greedy", 0.3))
+        display.stage("planning")
+        monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
+        for overhead in (0.2, 0.2, 0.1):
             display(Progress("greedy", overhead))
     assert [line.split("s  ")[1] for line in stream.getvalue().splitlines()] == [
         "capturing",
-        "greedy: best overhead 30.00 %",
+        "planning",
+        "greedy: best overhead 20.00 %",
+        "greedy: best overhead 10.00 %",
     ]
 
 

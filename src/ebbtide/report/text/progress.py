@@ -15,7 +15,7 @@ from ebbtide.planners.narration import interrupted_at
 
 __all__ = ["ProgressDisplay"]
 
-PLAIN_SECONDS = 1.0  # between two plain lines of one stage: a log should not scroll
+PLAIN_SECONDS = 5.0  # between two plain lines of what a planner tells: a log should not scroll
 
 
 class _Ticking:
@@ -32,7 +32,7 @@ class ProgressDisplay:
     """Shows stages and what a planner tells; Ctrl-C that ends them gets a note of what was shown last.
 
     Args:
-        stream: written to; a terminal gets one changing line, anything else a line per stage and one a second.
+        stream: written to; a terminal gets one changing line, anything else a line per stage and one in five seconds.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -42,7 +42,6 @@ class ProgressDisplay:
         self._text = ""
         self._status = Status(_Ticking(self), console=console) if console.is_terminal else None
         self._last: Progress | None = None
-        self._stage = ""
         self._last_text: str = ""
         self._last_seconds = -PLAIN_SECONDS
 
@@ -69,6 +68,7 @@ class ProgressDisplay:
 
     def stage(self, text: str) -> None:
         """Say what is done now."""
+        self._last_seconds = -PLAIN_SECONDS
         self(Progress(text))
 
     def __call__(self, progress: Progress) -> None:
@@ -79,8 +79,7 @@ class ProgressDisplay:
         if self._status is not None:
             self._text = text  # what is drawn looks here, several times a second
             return
-        new_stage = progress.stage != self._stage
-        if not new_stage and (text == self._last_text or elapsed - self._last_seconds < PLAIN_SECONDS):
+        if text == self._last_text or elapsed - self._last_seconds < PLAIN_SECONDS:
             return
-        self._stage, self._last_text, self._last_seconds = progress.stage, text, elapsed
+        self._last_text, self._last_seconds = text, elapsed
         print(f"{elapsed:6.1f} s  {text}", file=self._stream, flush=True)
