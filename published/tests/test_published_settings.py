@@ -46,7 +46,7 @@ def test_a_plan_keeps_the_whole_text_and_the_cache_tells_settings_apart(tmp_path
         options = dataclasses.replace(cached, planner=planner)
         plan = make_plan(program, Budget(bytes=100 * SIZE), resident_bytes=0, options=options)
         assert plan.planner == planner
-        assert f"by {planner}:" in str(plan)
+        assert f"by {planner}:" in plan.details
         plans.append(plan)
     assert plans[0].schedule != plans[1].schedule
     path = tmp_path / "plan.json"

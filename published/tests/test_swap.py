@@ -56,7 +56,7 @@ def test_a_threshold_above_all_keeps_all_and_says_so() -> None:
     assert "room for all 4 feature maps" in answer.notes["chosen"]
     options = PlanningOptions(machine=linked(1.0), tiers=("host",), planner=f"swap:threshold_bytes={4 * SIZE}")
     plan = make_plan(program, Budget(bytes=ROOM), resident_bytes=0, options=options)
-    assert "chosen     nothing: the threshold has room for all 4 feature maps" in str(plan)
+    assert "chosen     nothing: the threshold has room for all 4 feature maps" in plan.details
     tight = Problem(program, unplanned_bytes(program) - 1, machine=linked(1.0), tiers=("host",))
     assert planner_named(f"swap:threshold_bytes={4 * SIZE}")(tight).status is Status.INFEASIBLE
 

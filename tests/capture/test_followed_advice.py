@@ -176,6 +176,19 @@ def iterates(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
     return sum((h * each).square().sum() for each in given)  # type: ignore[return-value]
 
 
+def attends(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
+    return m.encoder(h[None], mask=nn.Transformer.generate_square_subsequent_mask(ROWS)).square().sum()
+
+
+def attends_causally(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
+    mask = nn.Transformer.generate_square_subsequent_mask(ROWS)
+    return m.encoder(h[None], mask=mask, is_causal=True).square().sum()
+
+
+def attends_by(m: Any, h: torch.Tensor, given: Any) -> torch.Tensor:
+    return m.encoder(h[None], mask=given, is_causal=False).square().sum()
+
+
 def numbers() -> list[torch.Tensor]:
     return [torch.tensor(0.5), torch.tensor(2.0)]
 
@@ -202,6 +215,8 @@ CASES = {
     "fake quantizer": Case(quantizes, "fake_quantize_per_tensor_affine", quantizes_by_an_op),
     "fork": Case(forks, "as a buffer", masks, advised_given=lambda: torch.arange(KINDS) > 0),
     "fork in a line": Case(forks_at_once, "as a buffer", says_nothing),
+    "causal mask": Case(attends, "is_causal=True", attends_causally),
+    "another mask": Case(attends, "or False", attends_by, advised_given=lambda: torch.eye(ROWS)),
     "random": Case(branches, r"torch\.where", chooses_by_a_draw, advised_given=lambda: torch.rand(())),
     "generator": Case(iterates, "a list or a tuple", iterates, lambda: iter(each for each in numbers()), numbers),
 }
@@ -213,6 +228,8 @@ class Model(nn.Module):
         self.linear, self.body = nn.Linear(4, KINDS), body
         self.quantizer = FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
         self.quantizer(torch.linspace(-1, 1, 8))
+        layer = nn.TransformerEncoderLayer(KINDS, 1, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor, given: Any) -> torch.Tensor:
         return self.body(self, self.linear(x), given)

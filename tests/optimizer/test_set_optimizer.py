@@ -318,6 +318,6 @@ def test_state_of_an_optimizer_whose_step_nobody_sees_counts() -> None:
     assert first is not None
     assert second is not None
     assert second.resident_bytes - first.resident_bytes == sum(each.nbytes for each in model.parameters())
-    assert "TwoSteps" in str(second)
-    assert "TwoSteps" not in str(first)
+    assert "TwoSteps" in second.details
+    assert "TwoSteps" not in first.details
     del other

@@ -195,6 +195,11 @@ _COVARIANCE = _Break(
 _INDEXED = _Break(r"valid indices \(got SymInt\)", *READ_PLACE)
 _ON_FAKE = r"Cannot access data pointer of Tensor"
 _BREAKS = (
+    _Break(
+        r"Could not guard[\s\S]*in multi_head_attention_forward",
+        "Torch's Transformer layers compare a mask with a causal one, to see whether it is that.",
+        "Tell them: is_causal=True beside the mask (tgt_is_causal= of a decoder), or False if it is another",
+    ),
     *_OF_KINDS,
     _INDEXED,
     *_ASIDE,
