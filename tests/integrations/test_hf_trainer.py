@@ -259,6 +259,11 @@ def test_the_batches_that_a_trainer_holds_are_resident(way: str, tmp_path: Path)
     assert budget.plan.resident_bytes >= there + state - scalars
 
 
+def test_a_trainers_budget_may_be_what_its_card_has(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='give a budget: bytes, budget="8GiB"'):  # once the model's device is known
+        trained(tmp_path, MemoryBudget("auto"))
+
+
 def test_memory_is_logged_where_the_trainer_logs(tmp_path: Path) -> None:
     logged: list[tuple[int, dict[str, float]]] = []
     memory = MemoryBudget("85%", log=lambda metrics, step: logged.append((step, metrics)))

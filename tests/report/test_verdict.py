@@ -53,9 +53,9 @@ def test_a_machine_that_is_smaller_than_the_peak_does_not_hold_it() -> None:
 def test_a_dear_plan_is_told_of_the_tiers_that_it_has_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "_DEAR", 0.01)
     plan = replace(recomputed(6), machine=LINKED, tiers=())
-    assert verdict_of(plan)[-1].startswith("next: moving tensors to the host")
-    assert "moving tensors" not in "".join(verdict_of(replace(plan, tiers=("host",))))
-    assert "moving tensors" not in "".join(verdict_of(recomputed(6)))
+    assert verdict_of(plan)[-1].startswith('next: tiers="host"')
+    assert "moves tensors" not in "".join(verdict_of(replace(plan, tiers=("host",))))
+    assert "moves tensors" not in "".join(verdict_of(recomputed(6)))
 
 
 def test_less_is_said_to_be_possible_only_where_it_was_looked_for() -> None:

@@ -106,7 +106,7 @@ def max_batch(
     What ``make_case`` raises for 1 is raised; a larger one that it raises for does not fit (``BatchPlan.failed``).
     """
     asked = options_of("max_batch", options, machine=machine)
-    parsed = budget_from(budget, (), asked.target)
+    parsed = budget_from(budget, machine=asked.target)
     if parsed.bytes is None:
         raise UsageError(
             f"a budget of {parsed} says nothing about a batch; give bytes, for example budget='16GiB'",

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from ebbtide._api.auto_budget import AUTO, budget_from
 from ebbtide.cli.arguments import AsJson, Verbose, check_sizes
 from ebbtide.cli.cases import blame, check_case, is_graph, is_sized, load_case, model_of, refuse_to_offload_nothing
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
 from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import write_json
-from ebbtide.cli.steps import parsed_budget
 from ebbtide.errors import UsageError
 from ebbtide.options import Options, no_optimizer
 from ebbtide.units import format_allowed, format_percent
@@ -49,9 +49,7 @@ def max_batch(
     ] = None,
     sizes: Sizes,
     overhead: Annotated[str, typer.Option(help="the most added time: one-forward, 30%, 0.3 or any")] = "100%",
-    budget: Annotated[
-        str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or auto: what the machine has")
-    ] = "auto",
+    budget: Annotated[str, typer.Option(help="peak allowed: 12GiB, 800MiB, 8GB, or auto: what the machine has")] = AUTO,
     options: Options,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -65,7 +63,7 @@ def max_batch(
     if is_graph(case):
         raise UsageError(f"{case} has a fixed batch; name zoo:NAME, hf:PATH or FILE.py:function, which takes the batch")
     limit = _limit(overhead)
-    parsed = parsed_budget(budget, options)
+    parsed = budget_from(budget, machine=options.target)
     check_case(case)
     check_sizes(case, sizes)
     word, sized = _varied(case, vary, size)

@@ -9,12 +9,14 @@ from typing import Annotated
 
 import typer
 
+from ebbtide._api.auto_budget import AUTO, budget_from
 from ebbtide.cli.arguments import AsJson, CaseName, ReportFile, Size, Verbose, check_sizes
 from ebbtide.cli.imports import import_large
 from ebbtide.cli.interruption import KeepBest
 from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import check_page, check_plan, save_plan, save_report, write_json
-from ebbtide.cli.steps import captured_step, check_request, parsed_budget
+from ebbtide.cli.refusals import as_options
+from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.options import Options
 from ebbtide.units import format_bytes
 
@@ -27,7 +29,7 @@ def plan(
     case: CaseName,
     budget: Annotated[
         str, typer.Option(help="peak allowed: 12GiB, 800MiB, 60% of the unplanned peak, or auto: what the machine has")
-    ] = "auto",
+    ] = AUTO,
     options: Options,
     size: Size = None,
     sizes: Sizes,
@@ -42,7 +44,7 @@ def plan(
     """
     check_plan(out)
     check_page(report)
-    limit = parsed_budget(budget, options)
+    limit = budget_from(budget, machine=options.target)
     check_request(case, size, options)
     check_sizes(case, sizes)
 
@@ -67,6 +69,6 @@ def plan(
     if as_json:
         write_json(made.summary())
         return
-    print(made)
+    print(as_options(str(made)))
     if verbose:
         write_plan(made, sys.stdout)

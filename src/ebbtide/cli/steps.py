@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.cli.cases import blame, check_case, is_graph, load_case, refuse_for_graphs, refuse_to_offload_nothing
 from ebbtide.cli.options import SEARCH
-from ebbtide.errors import UsageError
 from ebbtide.step.machine import is_elsewhere
-from ebbtide.units import Budget
 
 if TYPE_CHECKING:
     from ebbtide._api.estimate import AheadStep
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from ebbtide.options import Options
     from ebbtide.report.text.progress import ProgressDisplay
 
-__all__ = ["captured_step", "check_request", "parsed_budget"]
+__all__ = ["captured_step", "check_request"]
 
 
 def check_request(case: str, size: int | None, options: Options, *, run: bool = False) -> None:
@@ -38,25 +36,6 @@ def check_request(case: str, size: int | None, options: Options, *, run: bool = 
         given = ["size"] * (size is not None) + ["run"] * run
         given += [name for name in options.set_fields() if name not in SEARCH]
         refuse_for_graphs(case, [f"--{name.replace('_', '-')}" for name in given])
-
-
-def parsed_budget(text: str, options: Options) -> Budget:
-    """The budget that ``text`` says; ``auto`` is what can be used of the machine planned for.
-
-    Raises:
-        UsageError: if it says none, or ``auto`` without a machine of the catalogue.
-    """
-    if text != "auto":
-        return Budget.parse(text)
-    machine = options.target
-    if machine is None or not is_elsewhere(machine):
-        raise UsageError(
-            "no budget is given: name one, --budget 8GiB or --budget 60%, or the machine to plan for, "
-            "--machine rtx4090-24gb (ebbtide machines lists them), whose usable memory is the budget then",
-            argument="--budget",
-            value=text,
-        )
-    return Budget(bytes=machine.usable_bytes)
 
 
 def captured_step(

@@ -59,19 +59,18 @@ def with_measured_costs(program: Program, calls: Sequence[Call], device: str) ->
         with _one_at_a_time:
             _measure(program, calls, device, known, cache)
     costs = [known.get(call.signature) or _estimate(call) for call in calls]
-    timed = _TIMED.setdefault(str(cache.path), Timed())
-    for signature, (call, cost) in {
-        call.signature: (call, cost) for call, cost in zip(calls, costs, strict=True)
-    }.items():
-        if signature in known and cost.timed and not cost.scaled:
-            timed.note(call, cost.seconds)
+    if device == "cpu":
+        timed = _TIMED.setdefault(str(cache.path), Timed())
+        for call in {call.signature: call for call in calls}.values():
+            if (cost := known.get(call.signature)) is not None and cost.timed and not cost.scaled:
+                timed.note(call, cost.seconds)
     return _with_kept_bytes(program, costs).with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
 
 
 def _measure(program: Program, calls: Sequence[Call], device: str, costs: dict[str, Cost], cache: CostCache) -> None:
     """Add to ``costs`` and to the cache what is not there, on a thread that has the measuring to itself."""
     missing = [call for call in calls if call.signature not in costs and not isinstance(call.target, Priced)]
-    timed = _TIMED.get(str(cache.path), Timed()) if device == "cpu" else Timed()
+    timed = _TIMED.get(str(cache.path), Timed())
     scaled = {call.signature: found for call in missing if (found := timed.seconds_of(call)) is not None}
     try:
         # The calls are those behind autocast: under the user's own they would be cast once more.

@@ -156,17 +156,9 @@ def _first_run(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
 def _bytes_on_cpu(call: Call) -> Cost | None:
     """Without seconds; ``None`` if a run leaves more than its results."""
     args, kwargs = arguments_for(call)
-    recorder = AllocationRecorder()
-    give_way()
-    recorder.start(_PATIENCE_SECONDS)
-    try:
-        result = _first_run(call, args, kwargs)
-    finally:
-        events = recorder.stop()
+    peak, left, result = _recorded(lambda: _first_run(call, args, kwargs))
     kept = _kept_bytes(call, result, 1)
-    if sum(recorder.live.values()) > sum(kept):
-        return None
-    return Cost(float("inf"), max(peak_above(events) - sum(kept), 0), kept)
+    return None if left > sum(kept) else Cost(float("inf"), max(peak - sum(kept), 0), kept)
 
 
 def _profile_on_cpu(call: Call, runs: int) -> tuple[Cost, list[float]]:
@@ -361,15 +353,21 @@ def workspace_alone(call: Call, device: str) -> int:
         return max(0, peak - sum(size for where, size in made.items() if where not in given))
 
 
-def _peak_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
+def _recorded(run: Callable[[], object]) -> tuple[int, int, object]:
+    """The peak of what ``run`` allocates, what of that lives when it has returned, and what it returns."""
     recorder = AllocationRecorder()
     give_way()
     recorder.start(_PATIENCE_SECONDS)
     try:
-        result = call.target(*args, **kwargs)
+        result = run()
     finally:
         events = recorder.stop()
-    return peak_above(events), result
+    return peak_above(events), sum(recorder.live.values()), result
+
+
+def _peak_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:
+    peak, _, result = _recorded(lambda: call.target(*args, **kwargs))
+    return peak, result
 
 
 def _is_torchs(call: Call) -> bool:
@@ -383,14 +381,11 @@ def _recorded_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any])
         UnexpectedResult: for an op of somebody's own that still has memory of the run when nobody has its result any
             more, with the bytes: no plan could count it.
     """
-    recorder = AllocationRecorder()
-    give_way()
-    recorder.start(_PATIENCE_SECONDS)
-    try:
+
+    def run() -> None:
         call.target(*args, **kwargs)
-    finally:
-        events = recorder.stop()
-    left = sum(recorder.live.values())
+
+    peak, left, _ = _recorded(run)
     if left and not _is_torchs(call):
         raise UnexpectedResult(
             call,
@@ -399,7 +394,7 @@ def _recorded_on_cpu(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any])
             "let the op keep nothing: objects that refer to each other hold the tensors that they hold (Triton's "
             "interpreter, TRITON_INTERPRET=1, leaves such ones behind), and gc.collect() at the op's end frees them",
         )
-    return peak_above(events)
+    return peak
 
 
 def _peak_on_cuda(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, object]:

@@ -41,7 +41,7 @@ SMALL_PART = 16
 _SINGLE_BYTES = 512
 """What counts as single numbers for definition 4: the least that a card's allocator takes for anything."""
 _DRAWN = 65_521
-"""Numbers of an input that are drawn: a prime, so that no two rows are the same."""
+"""Numbers of an input that are drawn: a prime, so that rows are not all the same."""
 _PIVOTS = ("pivots", "LU_pivots")
 """What schemas call the rows that a factorisation has swapped, counted from one: ones permute nothing."""
 _TRUSTED = ("aten", "prims", "mkldnn", "quantized", "ebbtide_cuda", NAMESPACE)

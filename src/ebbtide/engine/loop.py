@@ -158,7 +158,8 @@ def train(
                 else:
                     return _unless_trained(model, call, now, error)
             except Exception as error:  # of an op that torch cannot trace with sizes as symbols, or the user's own
-                if raised_by_a_handler(error) or step.piece.capture.is_made or not step.piece.capture.symbolic:
+                ours = isinstance(error, EbbtideError) or raised_by_a_handler(error)
+                if ours or step.piece.capture.is_made or not step.piece.capture.symbolic:
                     raise
                 attempts.reject(step, model.steps, now)
 

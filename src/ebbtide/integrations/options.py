@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ebbtide._api.auto_budget import AUTO
 from ebbtide.entry_points import FIELDS, options_of, refuse_unknown
 from ebbtide.names import with_known_keywords
 from ebbtide.options import Options
@@ -23,6 +24,6 @@ def checked(budget: str | int | Budget | Plan, options: Options | None) -> Optio
     Raises:
         UsageError: for a budget that is none, and options that it does not take.
     """
-    if not isinstance(budget, Plan):
+    if budget != AUTO and not isinstance(budget, Plan):
         Budget.parse(budget)
     return options_of(CALLBACK, options)

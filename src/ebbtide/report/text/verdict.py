@@ -61,10 +61,10 @@ def _next(plan: PlanRecord) -> list[str]:
         smallest = format_bytes(plan.smallest_bytes)
         if plan.smallest_is_searched and plan.smallest_bytes <= usable:
             return [f"next: a budget of {format_allowed(usable)} or less; down to {smallest} can be held"]
-        return ["next: a smaller batch or length, tiers=['host'], or a larger card (ebbtide machines)"]
+        return ['next: a smaller batch or length, tiers="host", or a larger card (ebbtide machines)']
     if plan.overhead > _DEAR and not plan.tiers and plan.machine is not None and plan.machine.links:
-        tiers = " or ".join(sorted(plan.machine.links))
-        return [f"next: moving tensors to the {tiers} may add less time than computing them again (tiers)"]
+        tiers = ",".join(sorted(plan.machine.links, reverse=True))
+        return [f'next: tiers="{tiers}" moves tensors where that adds less time than computing them again']
     if plan.smallest_is_searched and plan.smallest_bytes < _MUCH_LESS * plan.budget_bytes:
         return [f"next: less is possible, down to {format_bytes(plan.smallest_bytes)}; or a larger batch (max_batch)"]
     return []
