@@ -34,7 +34,7 @@ def budget_from(value: str | int | Budget, roots: Iterable[object] = (), machine
     if usable is None:
         raise UsageError(
             'give a budget: bytes, budget="8GiB", or a share of the unplanned peak, budget="60%". Without one it is '
-            "what the model's card has free, which on a CPU is anybody's, or what can be used of a machine planned for, "
+            "what the model's card has free, which on a CPU is anybody's, or what a machine planned for has usable, "
             'machine="rtx4090-24gb"',
             argument="budget",
             value=value,
