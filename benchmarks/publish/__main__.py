@@ -1,6 +1,7 @@
 """Write the pages that show results, or say what a release has not measured again.
 
-    python -m publish            write benchmarks.md, papers.md, their plots and a table of every result to build/pages
+    python -m publish            write benchmarks.md, papers.md, their plots and a table of every result to build/pages,
+                                 and the picture of docs/budgets.md
     python -m publish --release  write nothing; exit with 1 where a result was not made with this version, or is stale
 
 Run in the folder benchmarks, as ``make pages`` and ``make release-check`` do. Neither needs torch or git.
@@ -16,9 +17,11 @@ from pathlib import Path
 from harness.origin import BENCHMARKS, version_now
 from harness.record import Record
 from publish import benchmarks_page, papers_page
+from publish.figures import WHICH_BUDGET
 from publish.results import RESULTS, Result, all_results
 
 PAGES = BENCHMARKS.parent / "build" / "pages"
+GUIDE = BENCHMARKS.parent / "docs" / "which-budget.svg"
 
 
 def pages(results: list[Result]) -> dict[str, str]:
@@ -41,6 +44,11 @@ def write(files: dict[str, str], folder: Path = PAGES) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def write_guide(files: dict[str, str], page: Path = GUIDE) -> None:
+    """Write the picture of a page of the documentation, which is kept with it."""
+    page.write_text(files[f"plots/{WHICH_BUDGET}.svg"], encoding="utf-8")
+
+
 def to_measure_again(results: list[Result]) -> list[str]:
     """What keeps a release from being made with these results."""
     older = [each for each in results if each.versions != [version_now()]]
@@ -57,7 +65,9 @@ def main() -> int:
     options = parser.parse_args()
     results = all_results()
     if not options.release:
-        write(pages(results))
+        made = pages(results)
+        write(made)
+        write_guide(made)
         print(PAGES / "benchmarks.md")
         return 0
     problems = to_measure_again(results)

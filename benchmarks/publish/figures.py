@@ -9,11 +9,18 @@ from publish.markdown import mib, ratio
 from publish.plot import Series, plot
 from publish.results import Result
 
-__all__ = ["PLOTS", "at_peers_peaks", "path_cases", "peer_cases"]
+__all__ = ["PLOTS", "WHICH_BUDGET", "at_peers_peaks", "path_cases", "peer_cases"]
 
 Columns = Mapping[str, Any]
 GROUPS = ("checkpoint per block", "selective", "activation_memory_budget", "save_on_cpu", "inductor", "planner")
 OURS = "ebbtide"
+WHICH_BUDGET = "which-budget"
+BENDS = {
+    "gpt-12L-d768": "GPT, 12 layers",
+    "llama-8L-d512": "Llama, 8 layers",
+    "resnet50-b32": "ResNet-50, batch 32",
+}
+"""The models of that plot, by their case in the results."""
 ACROSS, UP = "peak above the step's start, MiB", "CPU time, times eager's"
 
 
@@ -89,5 +96,19 @@ def _ran(rows: Sequence[Columns], case: str, time: str) -> list[Columns]:
     return [row for row in rows if row["case"] == case and row.get(time) is not None]
 
 
-PLOTS: dict[str, Callable[[Result], dict[str, str]]] = {"peers": _peer_plots, "path": _path_plots}
+def _which_budget(result: Result) -> dict[str, str]:
+    """The frontiers of three models: what less memory costs, and where that bends."""
+    rows = result.of("gap")
+    series = [
+        Series(name, [(100 * row["of_peak"], row["overhead_percent"]) for row in rows if row["case"] == case], True)
+        for case, name in BENDS.items()
+    ]
+    return {WHICH_BUDGET: plot("What a budget costs", "budget, % of the unplanned peak", "time added, %", series)}
+
+
+PLOTS: dict[str, Callable[[Result], dict[str, str]]] = {
+    "peers": _peer_plots,
+    "path": _path_plots,
+    "planning": _which_budget,
+}
 """By the result's name: SVGs by their file's."""

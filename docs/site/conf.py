@@ -9,6 +9,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,13 @@ def _download_results(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = _RESULT.sub(r"](path:\1)", source[0])
 
 
+def _search_pages_for_users(app: Sphinx, doctree: nodes.document) -> None:
+    """Decision records and notes are linked from pages, and not what a search should find before these."""
+    if app.env.docname.startswith(("docs/adr/", "benchmarks/notes/")):
+        app.env.metadata[app.env.docname]["nosearch"] = "true"
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _download_results)
+    app.connect("doctree-read", _search_pages_for_users)

@@ -110,7 +110,7 @@ class BudgetError(EbbtideError, ValueError):
         remedy: str = "",
         figures: str = "",
     ) -> None:
-        super().__init__(told(reason, remedy, figures))
+        super().__init__(told(reason, remedy and f"does not fit: {remedy}", figures))
         self.reason = reason
         self.remedy = remedy
         self.figures = figures

@@ -170,7 +170,7 @@ def test_a_function_of_a_file_that_imports_its_neighbour(cases: Path) -> None:
     [
         (["GRAPH", "--budget", "lots"], ["'lots'", "12GiB"]),
         (["GRAPH", "--budget", "80%", "--planner", "nobody"], ["'nobody'", "greedy"]),
-        (["GRAPH", "--budget", "1%"], ["Ask for", "smallest for which a plan was found"]),
+        (["GRAPH", "--budget", "1%"], ["Does not fit: ask for", "smallest for which a plan was found"]),
         (["GRAPH", "--budget", "80%", "--machine", "t4-16gb"], ["--machine", "graph file"]),
         (["GRAPH", "--budget", "80%", "--out", "no/such/folder/plan.json"], ["no folder"]),
         (["GRAPH", "--budget", "80%", "--out", "."], ["is a folder"]),

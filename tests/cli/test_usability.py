@@ -124,7 +124,7 @@ def test_a_refusal_is_told_in_lines() -> None:
         pinned_by="nothing",
     )
     assert in_words(error, ["doctor", "zoo:gpt"]).splitlines() == [
-        "ebbtide: Ask for 2048 bytes; --step inside keeps no gradients.",
+        "ebbtide: Does not fit: ask for 2048 bytes; --step inside keeps no gradients.",
         "Why: no plan was found.",
         "  budget  1.50 KiB  1536 bytes",
         "  try: ebbtide doctor zoo:gpt --budget 2048B",

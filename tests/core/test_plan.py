@@ -183,11 +183,15 @@ def test_a_notebook_shows_a_table_and_no_markup_of_the_model() -> None:
     text = plan._repr_html_()
     root = ElementTree.fromstring(text)
     svg = "{http://www.w3.org/2000/svg}"
-    drawn = {f"{svg}{tag}" for tag in ("svg", "title", "polygon", "polyline", "path")}
+    drawn = {f"{svg}{tag}" for tag in ("svg", "title", "polygon", "polyline", "path", "g", "text", "tspan")}
     assert {each.tag for each in root.iter()} == {"div", "table", "caption", "tbody", "tr", "th", "td", *drawn}
     told = root.find(f"{svg}svg/{svg}title")
     assert told is not None
     assert told.text == "memory over the step: 522 B planned, 522 B unplanned, budget 600 B"
+    on_axes = [each.text or "" for each in root.iter(f"{svg}text")]
+    assert on_axes[:3] == ["0 B", "256 B", "512 B"]
+    assert all(each.endswith("s") for each in on_axes[3:-1])
+    assert len(on_axes) > 5
     names = "budget peak resident counted overhead bound reruns smallest floor".split()
     assert [each.text for each in root.iter("th")] == names
     cells = [each.text or "" for each in root.iter("td")]

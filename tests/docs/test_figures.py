@@ -76,6 +76,39 @@ def test_the_readmes_table_has_the_measured_figures() -> None:
         assert f"{row['cpu_ratio_median']:.2f}" == times
 
 
+def test_the_readmes_table_of_the_card_has_the_measured_figures() -> None:
+    of_card = {row["columns"]["method"]: row["columns"] for row in rows("gpu/gpt-bfloat16-part")}
+    named = {
+        "eager": "eager",
+        "`torch.utils.checkpoint` around every block": "checkpoint per block",
+        "Ebbtide, that budget": "ebbtide, at the peak of checkpoint per block",
+    }
+    table = re.findall(r"^\| (.+?) \| ([\d.]+) GiB \| ([\d.]+) \|$", prose(README), re.MULTILINE)
+    assert [name for name, *_ in table] == list(named)
+    for name, peak, times in table:
+        row = of_card[named[name]]
+        assert (f"{row['peak_bytes'] / GIB:.2f}", f"{row['over_eager']:.2f}") == (peak, times)
+
+
+def test_what_the_benchmarks_page_says_of_predicted_overheads() -> None:
+    plans = [
+        row["columns"]
+        for row in rows("truth")
+        if row["question"] == "overhead" and row["columns"].get("budget", "keep all") != "keep all"
+    ]
+    [chain] = [each for each in plans if (each["case"], each["budget"]) == ("chain-64, 1 thread", "5%")]
+    told = found(
+        r"(\d+) of (\d+) overheads within .*? and (\d+) within 6 points\. The other (\d+) were all predicted too high, "
+        r".*? added ([\d.]+) %, not ([\d.]+)\.",
+        prose(ROOT / "docs" / "benchmarks.md"),
+    )
+    far = [each["error"] for each in plans if abs(each["error"]) > 0.06]
+    assert all(error < 0 for error in far)
+    near = sum(each["near"] for each in plans)
+    shown = (near, len(plans), len(plans) - len(far), len(far))
+    assert told == (*map(str, shown), f"{chain['measured']:.1%}".rstrip("%"), f"{chain['predicted']:.1%}".rstrip("%"))
+
+
 def test_what_limits_say_of_torchs_own_operators() -> None:
     [summary] = [row["columns"] for row in rows("opinfo") if row["question"] == "summary"]
     told = found(

@@ -18,6 +18,7 @@ from harness.checked import Checked
 from harness.origin import Origin, version_now
 from publish import __main__ as publish
 from publish import benchmarks_page
+from publish.figures import WHICH_BUDGET
 from publish.plot import Series, plot
 from publish.results import Result, all_results, without_peer
 
@@ -54,6 +55,12 @@ def test_pages_are_made_of_result_files_alone(results: list[Result], tmp_path: P
     assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")} == files.keys()
     for name, text in files.items():
         assert (tmp_path / name).read_text(encoding="utf-8") == text
+
+
+def test_the_picture_of_the_budgets_page_is_that_of_the_results(results: list[Result]) -> None:
+    """`make pages` writes it."""
+    kept = (ROOT / "docs" / "which-budget.svg").read_text(encoding="utf-8")
+    assert kept == publish.pages(results)[f"plots/{WHICH_BUDGET}.svg"]
 
 
 def test_every_result_has_a_table_of_its_rows_with_the_title_of_every_question(results: list[Result]) -> None:

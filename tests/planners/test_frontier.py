@@ -376,7 +376,7 @@ def test_every_budget_that_a_refusal_advises_is_accepted(
     with pytest.raises(BudgetError) as raised:
         make_plan(program, Budget(bytes=1), options=options, **given_to)  # type: ignore[arg-type]
     text, needed = str(raised.value), raised.value.smallest_bytes
-    advised = re.search(r"Ask for at least (\d+) bytes(?: \(.*? .?i?B\))?(?: or ([\d.]+%))?", text)
+    advised = re.search(r"Does not fit: ask for at least (\d+) bytes(?: \(.*? .?i?B\))?(?: or ([\d.]+%))?", text)
     assert advised is not None
     assert int(advised[1]) == needed
     is_more = needed > end.unplanned_bytes(program, resident)

@@ -47,8 +47,8 @@ def test_smaller_inputs_help_where_the_fixed_part_fits() -> None:
     text = refusal(6000, resident=5000, reserve=64, options=PlanningOptions(resident_parts=parts))
     assert text == (
         """\
-Ask for at least 9564 bytes (9.34 KiB) or 53.14% (of a fitted model: ebbtide.set_budget), or give the step smaller \
-inputs.
+Does not fit: ask for at least 9564 bytes (9.34 KiB) or 53.14% (of a fitted model: ebbtide.set_budget), or give the \
+step smaller inputs.
 Why: no plan within the budget was found.
   budget                               5.85 KiB  6000 bytes
   smallest for which a plan was found  9.34 KiB  9564 bytes  53.14 % of the unplanned peak
@@ -64,8 +64,8 @@ of plans with PyTorch's op order and boundary: pinned by gelu_backward0 (gelu_ba
 def test_a_loss_outside_that_nobody_measured_comes_on_top() -> None:
     options = PlanningOptions(provenance=Provenance(loss=LossPlace.OUTSIDE), takes_shares=False)
     assert refusal(6000, resident=5000, options=options).startswith(
-        "Ask for at least 9500 bytes (9.28 KiB), plus what the loss outside takes, which the first step measures, or "
-        "return the loss from forward, or give the step smaller inputs.\n"
+        "Does not fit: ask for at least 9500 bytes (9.28 KiB), plus what the loss outside takes, which the first step "
+        "measures, or return the loss from forward, or give the step smaller inputs.\n"
     )
 
 
@@ -78,7 +78,8 @@ def test_what_takes_less_after_the_backward_is_advised_where_the_rest_has_room(o
     loss = LossPlace.OUTSIDE if outside else None
     options = PlanningOptions(provenance=Provenance(loss=loss), takes_shares=False)
     said = {budget: refusal(budget, resident=5000, end=end, options=options) for budget in (needed - 1, needed - 3001)}
-    asked = f"Ask for at least {needed} bytes ({format_bytes(needed)}){LOSS_TO_COME if outside else ''}, or "
+    asked = f"Does not fit: ask for at least {needed} bytes ({format_bytes(needed)})"
+    asked += f"{LOSS_TO_COME if outside else ''}, or "
     for budget, text in said.items():
         others = "make it otherwise, or " if budget >= needed - 3000 else ""
         assert text.startswith(f"{asked}{others}have it step in the backward")
@@ -89,8 +90,8 @@ def test_fewer_weights_help_where_it_does_not(inside: bool) -> None:
     text = refusal(100, options=PlanningOptions(takes_inside=lambda: inside))
     less = '; step="inside" with optimizer= keeps no gradients' if inside else ""
     assert lines(text).startswith(
-        "Ask for at least 4500 bytes (4.40 KiB) or 34.62% (of a fitted model: ebbtide.set_budget), or train fewer "
-        f"weights: weights, gradients and the optimizer's state take 600 B of any budget{less}.\n"
+        "Does not fit: ask for at least 4500 bytes (4.40 KiB) or 34.62% (of a fitted model: ebbtide.set_budget), or "
+        f"train fewer weights: weights, gradients and the optimizer's state take 600 B of any budget{less}.\n"
         "Why: no plan within the budget was found (a share is a text, '100%').\n"
         " budget 100 B 100 bytes\n"
     )
@@ -98,6 +99,7 @@ def test_fewer_weights_help_where_it_does_not(inside: bool) -> None:
 
 def test_another_planner_helps_where_one_found_nothing() -> None:
     assert lines(refusal(6000, options=PlanningOptions(planner="keep_all"))).startswith(
-        "Use planner='auto'.\nWhy: planner 'keep_all' found no schedule within the budget, which another one finds.\n"
+        "Does not fit: use planner='auto'.\n"
+        "Why: planner 'keep_all' found no schedule within the budget, which another one finds.\n"
         " budget 5.85 KiB 6000 bytes\n smallest for which a plan was found 4.40 KiB 4500 bytes"
     )

@@ -52,6 +52,6 @@ def test_torchrun_starts_two_ranks(tmp_path: Path) -> None:
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "rank-0").read_text() == "True rank 1: Ask fo"
-    assert (tmp_path / "rank-1").read_text().startswith("True Ask for ")
+    assert (tmp_path / "rank-0").read_text() == "True rank 1: Does n"
+    assert (tmp_path / "rank-1").read_text().startswith("True Does not fit: ask for ")
     assert "TCPStore" not in done.stderr, "warnings of the network when ranks end"

@@ -42,7 +42,7 @@ def test_a_plan_is_drawn_with_its_budget_and_its_peak() -> None:
     figure = plan.plot()
     [ax] = figure.axes
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert {"made again", "boundary", "unplanned"} <= set(labels)
+    assert {"recomputed", "end of the forward", "unplanned"} <= set(labels)
     assert any(label.startswith("budget ") for label in labels)
     tops = [float(patch.get_data().values.max()) for patch in ax.patches if hasattr(patch, "get_data")]
     assert plan.predicted_peak_bytes in tops

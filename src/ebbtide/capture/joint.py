@@ -206,9 +206,10 @@ class _Reader:
                     "reads a number out of a tensor (item(), tolist(), int(), a slice by a tensor), so that the step "
                     "depends on data",
                     _instead(node)
-                    or "give such numbers to the forward as Python ints, or compute with the tensor; what is only "
-                    "logged or kept can stay a tensor (loss.detach()), and be read after the step; keep all rows "
-                    "and mask (torch.where) instead of cutting out as many as the data say",
+                    or "leave item(), tolist() and int() of a tensor out of the forward: compute with the tensor, or "
+                    "give the number to the forward as a Python int; what is only logged or kept can stay a tensor "
+                    "(loss.detach()), and be read after the step; keep all rows and mask (torch.where) instead of "
+                    "cutting out as many as the data say",
                 )
             if str(node.target).startswith("triton_kernel_wrapper"):
                 raise _refusal(node, "is a Triton kernel that is launched in the model itself", LAUNCHES_AS_OPS)

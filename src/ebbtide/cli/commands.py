@@ -28,6 +28,7 @@ from ebbtide.cli.start import interruptible
 from ebbtide.errors import BudgetExceeded, EbbtideError, InternalError, VerificationError
 from ebbtide.faults import RAISED_IN_CAPTURE
 from ebbtide.planners.narration import INTERRUPTED
+from ebbtide.report.text.terminal import on_terminal
 from ebbtide.version import __version__
 
 __all__ = ["app"]
@@ -64,7 +65,7 @@ class _Group(TyperGroup):
         except InternalError:
             raise  # with its traceback, which belongs into a report
         except EbbtideError as error:
-            print(in_words(error, ctx.meta.get(_WORDS, ())), file=sys.stderr)
+            print(in_words(error, ctx.meta.get(_WORDS, ())), file=on_terminal(sys.stderr))
             broken = isinstance(error, BudgetExceeded | VerificationError)
             raise typer.Exit(1 if broken else 2) from error
         except KeyboardInterrupt as error:

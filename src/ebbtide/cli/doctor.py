@@ -20,6 +20,7 @@ from ebbtide.cli.output import write_json
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.errors import CaptureError, UsageError
 from ebbtide.options import Options
+from ebbtide.report.text.terminal import on_terminal
 from ebbtide.units import Budget
 
 __all__ = ["doctor"]
@@ -71,9 +72,9 @@ def doctor(
         if as_json:
             write_json({"case": case, "captured": False, "breaks": [asdict(found)]})
         else:
-            write_break(case, found, sys.stdout)
+            write_break(case, found, on_terminal(sys.stdout))
         raise typer.Exit(2)
     if as_json:
         write_json({**found.to_json(), "captured": True, "breaks": []})
     else:
-        write_findings(found, sys.stdout)
+        write_findings(found, on_terminal(sys.stdout))

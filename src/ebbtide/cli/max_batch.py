@@ -22,6 +22,7 @@ from ebbtide.cli.options import Sizes, with_options
 from ebbtide.cli.output import write_json
 from ebbtide.errors import UsageError
 from ebbtide.options import Options, no_optimizer
+from ebbtide.report.text.terminal import on_terminal
 from ebbtide.units import format_allowed, format_percent
 
 if TYPE_CHECKING:
@@ -115,13 +116,16 @@ def max_batch(
         "" if found.overhead_limit is None else f" at an overhead of at most {format_percent(found.overhead_limit)}"
     )
     within = format_allowed(parsed.bytes or 0)
-    print(f"{_LARGEST[word]} of {case} within {within}{allowed}: {found.batch}, unplanned {found.unplanned_batch}")
-    print(f"  tried      {', '.join(f'{size} {_FITS[fits]}' for size, fits in found.captured)}")
-    for failed, why in found.failed:
-        print(f"  not made   {failed}: {why}")
-    print("\n".join(verdict_of(found.plan)[:2]))  # what comes next is said already
+    lines = [
+        f"{_LARGEST[word]} of {case} within {within}{allowed}: {found.batch}, unplanned {found.unplanned_batch}",
+        f"  tried      {', '.join(f'{size} {_FITS[fits]}' for size, fits in found.captured)}",
+        *(f"  not made   {failed}: {why}" for failed, why in found.failed),
+        *verdict_of(found.plan)[:2],  # what comes next is said already
+    ]
+    stream = on_terminal(sys.stdout)
+    print("\n".join(lines), file=stream)
     if verbose:
-        write_plan(found.plan, sys.stdout)
+        write_plan(found.plan, stream)
 
 
 def _varied(case: str, vary: str | None, size: int | None) -> tuple[Vary, str]:

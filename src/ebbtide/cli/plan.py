@@ -18,6 +18,7 @@ from ebbtide.cli.output import check_page, check_plan, save_plan, save_report, w
 from ebbtide.cli.refusals import as_options
 from ebbtide.cli.steps import captured_step, check_request
 from ebbtide.options import Options
+from ebbtide.report.text.terminal import on_terminal
 from ebbtide.units import format_bytes
 
 __all__ = ["plan"]
@@ -69,6 +70,7 @@ def plan(
     if as_json:
         write_json(made.summary())
         return
-    print(as_options(str(made)))
+    stream = on_terminal(sys.stdout)
+    print(as_options(str(made)), file=stream)
     if verbose:
-        write_plan(made, sys.stdout)
+        write_plan(made, stream)

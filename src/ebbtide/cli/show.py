@@ -14,6 +14,7 @@ import typer
 from ebbtide.cli.arguments import AsJson, PlanFile
 from ebbtide.cli.output import write_json
 from ebbtide.cli.plan_files import read_plan
+from ebbtide.report.text.terminal import on_terminal
 
 __all__ = ["show"]
 
@@ -29,14 +30,14 @@ def show(
 
     The file is read, checked and simulated anew; nothing in it runs, and no torch is needed.
     """
-    found = read_plan(Path(plan))
+    found, stream = read_plan(Path(plan)), on_terminal(sys.stdout)
     if explain is not None:
-        print(found.explain(explain))
+        print(found.explain(explain), file=stream)
         return
     if as_json:
         write_json(found.summary())
         return
     from ebbtide.report.text.plan import write_plan
 
-    print(found)
-    write_plan(found, sys.stdout)
+    print(found, file=stream)
+    write_plan(found, stream)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from html import escape
 
 from ebbtide.report.records.course import Course, planned_course, unplanned_course
 from ebbtide.report.text.plan import facts_of
 from ebbtide.step.plan import PlanRecord
-from ebbtide.units import format_allowed, format_bytes
+from ebbtide.units import format_allowed, format_bytes, format_seconds
 
 __all__ = ["html_of"]
 
-_WIDTH, _HEIGHT = 520, 120
+_WIDTH, _HEIGHT = 520, 130  # of what is drawn
+_LEFT, _TOP, _BOTTOM, _RIGHT = 76, 18, 34, 12  # around it, for the axes
 _COLUMNS = 260  # of the picture: each shows its highest moment
+_PARTS = 4  # of an axis, about
 
 
 def html_of(plan: PlanRecord) -> str:
@@ -34,7 +38,7 @@ def _picture(plan: PlanRecord) -> str:
     if not 0 < span:
         return ""
 
-    def height(size: int) -> float:
+    def height(size: float) -> float:
         return round(_HEIGHT * (1 - size / (1.05 * most)), 1)
 
     def line(course: Course) -> str:
@@ -49,10 +53,38 @@ def _picture(plan: PlanRecord) -> str:
     )
     budget = height(plan.budget_bytes)
     rule = f'<path d="M0 {budget} H{_WIDTH}" stroke="#b3401f" fill="none"/>' if budget > 0 else ""
+    width, height_of_all = _LEFT + _WIDTH + _RIGHT, _TOP + _HEIGHT + _BOTTOM
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" role="img">'
-        f'<title>{escape(told)}</title><polygon points="{area}" fill="#4a76a8" fill-opacity="0.55"/>'
-        f'<polyline points="{line(unplanned)}" fill="none" stroke="#808a94"/>{rule}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height_of_all}" role="img" '
+        f'font-family="sans-serif" font-size="11" fill="#808a94"><title>{escape(told)}</title>'
+        f'<g transform="translate({_LEFT} {_TOP})">'
+        f'<polygon points="{area}" fill="#4a76a8" fill-opacity="0.55"/>'
+        f'<polyline points="{line(unplanned)}" fill="none" stroke="#808a94"/>{rule}'
+        f'<path d="M0 0 V{_HEIGHT} H{_WIDTH}" stroke="#808a94" fill="none"/>'
+        f"{_bytes_axis(most, height)}{_time_axis(span)}"
+        f'<text x="4" y="-6"><tspan fill="#4a76a8">planned</tspan>, unplanned'
+        + (', <tspan fill="#b3401f">budget</tspan>' if rule else "")
+        + "; memory, predicted, over the step</text></g></svg>"
+    )
+
+
+def _bytes_axis(most: int, height: Callable[[float], float]) -> str:
+    """Sizes at powers of two and their multiples."""
+    each = 2 ** math.ceil(math.log2(most / _PARTS)) if most > _PARTS else 1
+    return "".join(
+        f'<text x="-6" y="{height(size) + 4:.1f}" text-anchor="end">{format_bytes(size).replace(".00 ", " ")}</text>'
+        for size in range(0, most + 1, each)
+    )
+
+
+def _time_axis(span: float) -> str:
+    """Seconds at round numbers."""
+    power = 10.0 ** math.floor(math.log10(span / _PARTS))
+    each = next(power * by for by in (1, 2, 5, 10) if power * by * _PARTS >= span)
+    return "".join(
+        f'<text x="{_WIDTH * index * each / span:.0f}" y="{_HEIGHT + 15}" text-anchor="middle">'
+        f"{format_seconds(index * each)}</text>"
+        for index in range(int(span / each) + 1)
     )
 
 

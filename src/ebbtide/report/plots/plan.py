@@ -55,7 +55,7 @@ def plot_plan(plan: PlanRecord, ax: Axes | None = None) -> Figure:
         level = plan.resident_bytes + np.array([moment.bytes for moment in other.moments], np.int64)
         axes.stairs(level, _edges(other), baseline=None, color="#5b646d", lw=1.0, label="unplanned")
     if course.boundary < len(course.moments):
-        axes.axvline(float(edges[course.boundary]), color="#5b646d", lw=0.8, ls="--", label="boundary")
+        axes.axvline(float(edges[course.boundary]), color="#5b646d", lw=0.8, ls="--", label="end of the forward")
     most = max(plan.predicted_peak_bytes, plan.baseline_peak_bytes if by_time else 0)
     if plan.budget_bytes < 2 * most:  # one far above all else would leave the picture empty
         most = max(most, plan.budget_bytes)

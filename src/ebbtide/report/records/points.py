@@ -17,9 +17,9 @@ class Measured:
     """What one run of a step was measured to take.
 
     Attributes:
-        label: what ran: ``"planned"``, ``"unplanned"``, ``"eager"``.
+        label: what ran: ``"planned"``, ``"unplanned"``, ``"eager"``; any other words.
         peak_bytes: resident part included.
-        overhead: seconds over those of the unplanned run, minus one; ``None`` where nothing was timed.
+        overhead: seconds over those of the run that it is held against, minus one; ``None`` where nothing was timed.
         curve: memory over the step; ``None`` where that was not recorded.
     """
 

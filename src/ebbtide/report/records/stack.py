@@ -24,12 +24,12 @@ class Category(enum.Enum):
     """From the bottom up; the value is the word for people."""
 
     RESIDENT = "resident before the step"
-    KEPT = "feature maps that cross the boundary"
-    BRIEF = "other feature maps"
-    AGAIN = "made again"
-    RELOADED = "moved back"
+    KEPT = "kept for the backward"
+    BRIEF = "other results of the forward"
+    AGAIN = "recomputed"
+    RELOADED = "fetched back"
     GRADIENTS = "gradients of weights"
-    BACKWARD = "intermediates of the backward"
+    BACKWARD = "other results of the backward"
     OTHER = "workspace and other"
 
 

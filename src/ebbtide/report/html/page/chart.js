@@ -269,7 +269,7 @@ class Chart {
     };
     if (course.boundaryMoment >= 0) {
       const x = upright(course.boundaryMoment, "soft", [4, 3], 1);
-      if (x !== undefined && this.width > 560) this.label(context, "boundary", Math.min(x + 4, this.width - 70), TOP + 4, "soft");
+      if (x !== undefined && this.width > 560) this.label(context, "backward", Math.min(x + 4, this.width - 70), TOP + 4, "soft");
     }
     if (this.pinned !== null && this.pinned < course.count) upright(this.pinned, "ink", [], 1.5);
     if (this.cursor < course.count && this.showsCursor) upright(this.cursor, "ink", [1, 2], 1);

@@ -2,12 +2,12 @@
 
 const CATEGORIES = [
   ["resident", "resident before the step"],
-  ["kept", "feature maps that cross the boundary"],
-  ["brief", "other feature maps"],
-  ["again", "made again"],
-  ["reloaded", "moved back"],
+  ["kept", "kept for the backward"],
+  ["brief", "other results of the forward"],
+  ["again", "recomputed"],
+  ["reloaded", "fetched back"],
   ["gradients", "gradients of weights"],
-  ["backward", "intermediates of the backward"],
+  ["backward", "other results of the backward"],
   ["other", "workspace and other"],
 ];
 const OTHER = CATEGORIES.length - 1;
@@ -80,8 +80,8 @@ class Course {
   // The moment in words.
   told(moment) {
     const kind = this.kind[moment], target = this.target[moment], plan = this.plan;
-    if (kind === "b") return "the boundary between forward and backward";
-    if (kind !== "c") return `${kind === "o" ? "moving away" : "moving back"} ${plan.bufferName(target)}`;
+    if (kind === "b") return "the end of the forward";
+    if (kind !== "c") return `${kind === "o" ? "moving away" : "fetching back"} ${plan.bufferName(target)}`;
     return `${plan.opTold(target)}${this.isAgain[moment] ? ", run again" : ""}`;
   }
 }

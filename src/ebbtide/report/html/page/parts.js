@@ -26,7 +26,7 @@ function legend(box, plan) {
   const parts = plan.resident_parts;
   parts.forEach(([words, bytes], i) => item("resident", parts.length > 1 ? `${words}, resident: ${bytesText(bytes)}` : words, residentShade(i, parts.length)));
   CATEGORIES.slice(1).forEach(([name, words]) => item(name, words));
-  const rules = [["warn", "budget", "solid"], ["soft", "proven floor", "dotted"], ["soft", "the other step", "solid"],
+  const rules = [["warn", "budget", "solid"], ["soft", "proven floor: no plan takes less", "dotted"], ["soft", "the step that is not stacked", "solid"],
     ...(plan.measured.some(each => each.curve) ? [["good", "measured", "solid"]] : []),
     ...(plan.measured.length ? [["good", "peak, measured", "dashed"]] : [])];
   for (const [colour, words, style] of rules) {
@@ -48,11 +48,11 @@ function detail(plan, box, b, show) {
   const add = (name, ...value) => list.append(make("div", {}, make("dt", { text: name }), make("dd", {}, ...value)));
   add("size", `${bytesText(plan.buffers.bytes[b])} (${plan.buffers.bytes[b].toLocaleString("en")} B)`);
   add("decision", plan.decisionOf(b));
-  add("made by", op < 0 ? "no op: it appears at the boundary" : `${plan.opName(op)} (${plan.targetOf(b)})`);
+  add("made by", op < 0 ? "no op: the backward starts from it" : `${plan.opName(op)} (${plan.targetOf(b)})`);
   if (plan.moduleOf(b)) add("module", plan.moduleOf(b));
   if (plan.sourceOf(b)) add("line", plan.sourceOf(b));
   add("unplanned", plan.unplannedTold(b));
-  course.staysOf[b].forEach(s => add(course.isReloaded[s] ? "moved back" : course.isLater[s] ? "made again" : "in memory", plan.stayTold(s)));
+  course.staysOf[b].forEach(s => add(course.isReloaded[s] ? "fetched back" : course.isLater[s] ? "recomputed" : "in memory", plan.stayTold(s)));
   for (const m of plan.movesOf.get(b) || [])
     if (course.kind[m] === "o") add("moves away", `at moment ${m}, ${secondsText(course.end[m] - course.begin[m])}`);
   add("at the peak", course.count && course.staysOf[b].some(s => course.stay_first[s] <= course.peak && course.stay_last[s] >= course.peak) ? "in memory" : "not in memory");
@@ -94,7 +94,7 @@ Plan.prototype.unplannedTold = function (b) {
 
 function floorPart(plan, box, show) {
   const { op, above, moment, parts } = plan.floor, { reserve, floor } = plan.bytes;
-  const at = moment === "end" ? "the end of the step" : moment === "boundary" ? "the boundary, while user code runs"
+  const at = moment === "end" ? "the end of the step" : moment === "boundary" ? "the end of the forward, before the backward begins"
     : op < plan.ops.name.length ? plan.opTold(op) : "nothing";
   box.append(make("p", { text: `No schedule with PyTorch's op order and boundary takes less than ${bytesText(floor)}: that is what has to be in memory at ${at}.` }));
   const resident = plan.resident_parts.map(([kind, bytes]) => [`resident: ${kind}`.replace("resident: resident", "resident"), bytes, []]);

@@ -7,7 +7,7 @@ const COLUMNS = [
   ["life", "In memory", "", null],
   ["op", "Op", "code soft", (p, b) => p.targetOf(b)],
   ["module", "Module", "code soft", (p, b) => p.moduleOf(b)],
-  ["source", "Line", "code soft", (p, b) => p.sourceOf(b)],
+  ["source", "Line", "code soft tail", (p, b) => p.sourceOf(b)],
   ["why", "Why", "soft", (p, b) => p.why(b)],
 ];
 const DESCENDING = new Set(["bytes", "life"]); // at the first click
@@ -130,7 +130,7 @@ class Table {
       else {
         const words = text(plan, b);
         if (key === "decision") cell.append(dot(words));
-        cell.append(words);
+        cell.append(kind.includes("tail") ? make("bdi", { text: words }) : words);
         cell.title = words;
       }
       return cell;
