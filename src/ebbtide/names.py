@@ -162,7 +162,7 @@ def with_known_keywords(
         for each, value in unknown.items():
             meant = did_you_mean(each, known) or did_you_mean(each, near)
             raise UnknownArgument(
-                f"{name} has no argument {each!r}; it has: {', '.join(known)}{meant}",
+                f"{name} has no argument {each!r}{meant or ';'} it has: {', '.join(known)}",
                 argument=each,
                 value=value,
                 accepted=known,
@@ -196,5 +196,5 @@ def require_zoo_name(name: str) -> None:
         why = f"{name!r} is one of the papers' models, which are not installed: {how_to_install_published()}"
     else:
         near = did_you_mean(name, (*known, *PUBLISHED_ZOO))
-        why = f"the zoo has no model {name!r}; it has: {', '.join(known)}{near}"
+        why = f"the zoo has no model {name!r}{near or ';'} it has: {', '.join(known)}"
     raise UsageError(why, argument="case", value=name, accepted=known)

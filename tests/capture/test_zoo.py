@@ -199,5 +199,5 @@ def test_another_package_brings_a_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert "another" in zoo_names()
     with pytest.raises(UsageError, match=r"'vgg16' is one of the papers' models.*checkout.*pip install \./published"):
         build("vgg16")
-    with pytest.raises(UsageError, match=r"no model 'vgg17'.*another.*did you mean 'vgg1[69]'"):
+    with pytest.raises(UsageError, match=r"no model 'vgg17'; did you mean 'vgg1[69]'.*another"):
         sizes_of("vgg17")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import zip_longest
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.planners import Problem, planner_named
@@ -33,7 +33,7 @@ def pieces(draw: st.DrawFn) -> Piece:
     program = replace(program, forward_outputs=program.forward_outputs[: max(len(tangents), 1)])
     given = zip_longest(program.forward_outputs, tangents)
     outputs = tuple(Output(-1 if made is None else made, tangent) for made, tangent in given)
-    weights = tuple((b, f"weight{b}") for b in program.gradients if b != gradient)
+    weights = tuple(dict.fromkeys(b for b in program.gradients if b != gradient))
     return Piece(program, (Input(tuple(sorted(readers)), gradient),), outputs, weights)
 
 
@@ -44,15 +44,19 @@ def steps(draw: st.DrawFn) -> tuple[Occurrence, ...]:
     found: list[Occurrence] = []
     for index in range(draw(st.integers(1, 4))):
         sources = [(i, k) for i in range(index) for k, each in enumerate(found[i].piece.outputs) if each.buffer >= 0]
-        found.append(Occurrence(draw(st.sampled_from(known)), (draw(st.sampled_from([None, *sources[-3:]])),)))
+        piece = draw(st.sampled_from(known))
+        shared = tuple(f"weight{b}" for b in piece.weights) if draw(st.booleans()) else ()
+        found.append(Occurrence(piece, (draw(st.sampled_from([None, *sources[-3:]])),), shared))
     return tuple(found)
 
 
 @settings(max_examples=examples(60))
 @given(program=programs())
 def test_one_graph_is_a_step_of_one_occurrence(program: Program) -> None:
+    assume(program.boundary < len(program.ops) or not program.tangents)
     outputs = [Output(b) for b in program.forward_outputs] + [Output(-1, t) for t in program.tangents]
-    stitched = stitch(program.name, [Occurrence(Piece(program, (), tuple(outputs)), ())])
+    piece = Piece(program, (), tuple(outputs), tuple(dict.fromkeys(program.gradients)))
+    stitched = stitch(program.name, [Occurrence(piece, ())])
     alone = replace(program, between_bytes=0, held_bytes=0)
     mine, theirs = (simulate(each, unplanned_schedule(each)) for each in (stitched.program, alone))
     assert len(stitched.program.ops) == len(program.ops)
@@ -99,7 +103,7 @@ def test_pieces_of_a_chain_take_what_the_chain_takes() -> None:
     readers = (0, [op.name for op in layers.ops].index("weight0"))
     flow = flowing(layers)
     entry = Input(readers, flow.gradients[-1])
-    piece = Piece(flow, (entry,), (Output(last, flow.tangents[0]),))
+    piece = Piece(flow, (entry,), (Output(last, flow.tangents[0]),), flow.gradients[:-1])
     follow = [Occurrence(piece, ((index, 0),)) for index in range(3)]
     step = stitch("chain", [Occurrence(piece, (None,)), *follow])
     assert len(step.program.ops) == len(whole.ops) + 1, "the first layer's flow is made as well"

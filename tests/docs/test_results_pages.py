@@ -26,6 +26,7 @@ ALONE = {
     "hybrid_bound",
     "models",
     "opinfo",
+    "pieces",
     "promises",
     "ranks",
     "reports",

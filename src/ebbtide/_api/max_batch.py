@@ -34,6 +34,7 @@ from ebbtide.signals import raised_by_a_handler
 from ebbtide.step.machine import Machine, is_elsewhere
 from ebbtide.step.program import Program
 from ebbtide.step.resident_in_words import parts_of
+from ebbtide.torch_seams import trees as pytree
 from ebbtide.units import Budget, format_allowed, format_percent
 
 __all__ = ["BatchPlan", "Vary", "max_batch"]
@@ -198,6 +199,7 @@ class _Search:
         self._progress = options.tell
         self._effort = min(options.effort, SEARCH_EFFORT)
         self._steps: dict[int, AheadStep] = {}
+        self._seen: dict[object, int] = {}  # sizes by what they made
         self.plans: dict[int, Plan | None] = {}  # of batches that were captured to be judged
         self.failed: dict[int, str] = {}
         self.unplanned = 0
@@ -222,7 +224,21 @@ class _Search:
                 raise UsageError(f"make_case({batch}) returned {type(case).__name__}; return ebbtide.Case(model, args)")
             options = replace(self._options.for_case(case), progress=silent)
             self._steps[batch] = capture_ahead(case.model, case.args, case.kwargs, options=options, name=case.name)
+            self._refuse_no_change(batch, case)
         return self._steps[batch]
+
+    def _refuse_no_change(self, batch: int, case: Case) -> None:
+        """Refuse a function that makes the same step whatever it is given: every size would fit."""
+        inputs = pytree.tree_leaves([case.args, case.kwargs])
+        same = (self._steps[batch].program.fingerprint, str([getattr(each, "shape", each) for each in inputs]))
+        other = self._seen.setdefault(same, batch)
+        if other != batch:
+            raise UsageError(
+                f"make_case has to make inputs of the {self._vary} that it is given: {other} and {batch} gave the same "
+                "step, with inputs of the same shapes",
+                argument="make_case",
+                value=self._make_case,
+            )
 
     def _inputs(self, batch: int) -> object:
         """What ``make_case`` gives for a batch.

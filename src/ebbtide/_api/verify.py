@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,8 +37,12 @@ from ebbtide.step.unplanned import unplanned_schedule
 from ebbtide.tiers import parse_tiers
 from ebbtide.torch_seams import trees as pytree
 from ebbtide.transfers.tiers import open_tiers
+from ebbtide.units import format_bytes
 
 __all__ = ["Verification", "Verifier", "verify"]
+
+_SHOWN = 3
+"""Of what differs, how much a text names."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,25 @@ class Verification:
     def prediction_error(self) -> float:
         """Predicted over measured bytes above the start, minus one."""
         return self.predicted_above_bytes / self.measured_above_bytes - 1 if self.measured_above_bytes else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'bit-equal to' if not differ else 'OTHER BITS than'} {what}{_named(differ)}"
+            for what, differ in (("captured order", self.differences), ("eager", self.eager_differences))
+        ]
+        levels = [format_bytes(each) for each in (self.predicted_above_bytes, self.measured_above_bytes)]
+        within = "within the budget" if self.within_budget else "ABOVE THE BUDGET"
+        lines.append(f"peak above the start {levels[1]}, predicted {levels[0]}, {within}")
+        others = [format_bytes(each) for each in (self.baseline_above_bytes, self.eager_above_bytes)]
+        return "\n".join([*lines, f"unplanned {others[0]}, eager {others[1]}"])
+
+
+def _named(differences: Sequence[str]) -> str:
+    """The first of them."""
+    if not differences:
+        return ""
+    more = len(differences) - _SHOWN
+    return f": {', '.join(differences[:_SHOWN])}{f' and {more} more' if more > 0 else ''}"
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,8 @@ _ASIDE = (
     _Break(
         r"builtin operator `print`|method `write(lines)?` of class",
         "It prints or writes while it runs.",
-        "Return what is to be printed, detached (x.detach()), and print it after the call",
+        "Leave it out of the forward, or return what is to be printed, detached (x.detach()), and print it after the "
+        "call",
     ),
     _Break(
         r"Logg",

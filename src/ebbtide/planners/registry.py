@@ -135,7 +135,7 @@ def require_planner(name: object) -> None:
             why = f"is one of the published planners, which are not installed: {how_to_install_published()}"
         else:
             near = did_you_mean(base, (*known, *PUBLISHED_PLANNERS)) if isinstance(name, str) else ""
-            why = f"does not exist; accepted: {', '.join(known)}{near}"
+            why = f"does not exist{near or ';'} accepted: {', '.join(known)}"
         raise UsageError(f"planner {name!r} {why}", argument="planner", value=name, accepted=known)
     if has_settings(name):
         settings_from(name, _SETTINGS.get(_loaded(name)))

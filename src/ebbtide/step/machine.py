@@ -218,7 +218,7 @@ def machine_named(name: str) -> Machine:
     if name not in machines:
         near = did_you_mean(name.lower(), machines)
         raise UsageError(
-            f"machine {name!r} is not in the catalogue; it has: {', '.join(machines)}{near}",
+            f"machine {name!r} is not in the catalogue{near or ';'} it has: {', '.join(machines)}",
             argument="machine",
             value=name,
             accepted=tuple(machines),

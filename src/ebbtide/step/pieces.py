@@ -64,13 +64,13 @@ class Piece:
         program: its ops; of its gradients those of weights stay, those of inputs go to who made these.
         inputs: in the order in which an occurrence names their sources.
         outputs: likewise.
-        weights: of a gradient's buffer, whose it is.
+        weights: buffers of gradients that are of weights.
     """
 
     program: Program
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    weights: tuple[tuple[int, str], ...] = ()
+    weights: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,12 @@ class Occurrence:
         piece: that runs.
         sources: per input of the piece an earlier occurrence and which of its outputs; ``None`` for what the step was
             called with.
+        weights: whose the gradients of the piece's ``weights`` are; empty if no other occurrence has one of them.
     """
 
     piece: Piece
     sources: tuple[tuple[int, int] | None, ...]
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,13 +192,13 @@ class _Thread:
 
     @property
     def returned(self) -> list[int]:
-        """Outputs that no later occurrence takes."""
-        return [
-            self.known[index][output.buffer]
-            for index, each in enumerate(self.occurrences)
-            for number, output in enumerate(each.piece.outputs)
-            if output.buffer >= 0 and (index, number) not in self.taken
-        ]
+        """What forwards return and no later occurrence takes."""
+        found: list[int] = []
+        for index, each in enumerate(self.occurrences):
+            outputs = enumerate(each.piece.outputs)
+            taken = {output.buffer for number, output in outputs if (index, number) in self.taken}
+            found += [self.known[index][b] for b in each.piece.program.forward_outputs if b not in taken]
+        return found
 
     def forward(self, index: int) -> None:
         """The forward ops of an occurrence."""
@@ -211,6 +213,7 @@ class _Thread:
         piece = self.occurrences[index].piece
         program, known = piece.program, self.known[index]
         if program.boundary == len(program.ops):
+            self._give(index)
             return
         for number, output in enumerate(piece.outputs):
             if output.tangent is None or output.tangent in known:
@@ -229,13 +232,9 @@ class _Thread:
     def _give(self, index: int) -> None:
         """Gradients of weights stay or are added to those that do; those of inputs go to who made these."""
         occurrence, known = self.occurrences[index], self.known[index]
-        names = dict(occurrence.piece.weights)
         again: list[int] = []
-        of_inputs = {each.gradient for each in occurrence.piece.inputs}
-        for buffer in dict.fromkeys(occurrence.piece.program.gradients):
-            name = names.get(buffer, "")
-            if buffer in of_inputs and not name:
-                continue
+        weights = occurrence.piece.weights
+        for buffer, name in zip(weights, occurrence.weights or [""] * len(weights), strict=True):
             if name and name in self.weights:
                 again.append(known[buffer])
             else:

@@ -30,6 +30,7 @@ __all__ = [
     "inner_exception",
     "is_argument",
     "is_switched_off",
+    "numpy_call",
     "one_graph_settings",
     "raised_by_the_model",
     "sizes_as_symbols",
@@ -140,6 +141,21 @@ def without_the_compilers_words(error: Exception) -> None:
 def is_argument(node: torch.fx.Node) -> bool:
     """Whether a node of Dynamo's graph is a tensor among ``args`` or ``kwargs`` of the function that was compiled."""
     return node.op == "placeholder" and str(node.target).startswith(("L_args_", "L_kwargs_"))
+
+
+def numpy_call(node: torch.fx.Node) -> str | None:
+    """The function, method, operator or attribute of NumPy that ``node`` computes with torch; ``None`` for others."""
+    from torch._dynamo import utils
+
+    if node.op != "call_function":
+        return None
+    if node.target is utils.numpy_attr_wrapper:
+        return str(node.args[1])
+    if isinstance(node.target, utils.numpy_method_wrapper):
+        return node.target.method
+    if isinstance(node.target, utils.numpy_to_tensor_wrapper | utils.numpy_operator_wrapper):
+        return node.target.__name__.removeprefix("wrapped_")
+    return None
 
 
 def forget_compiled(function: Callable[..., Any], backend: Callable[..., Any] | None = None) -> None:

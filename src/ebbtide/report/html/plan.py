@@ -9,7 +9,7 @@ from html import escape
 from ebbtide.report.records.course import Course, planned_course, unplanned_course
 from ebbtide.report.text.plan import facts_of
 from ebbtide.step.plan import PlanRecord
-from ebbtide.units import format_allowed, format_bytes, format_seconds
+from ebbtide.units import format_allowed, format_bytes
 
 __all__ = ["html_of"]
 
@@ -81,9 +81,10 @@ def _time_axis(span: float) -> str:
     """Seconds at round numbers."""
     power = 10.0 ** math.floor(math.log10(span / _PARTS))
     each = next(power * by for by in (1, 2, 5, 10) if power * by * _PARTS >= span)
+    unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if each >= unit), (1e-6, "us"))
     return "".join(
         f'<text x="{_WIDTH * index * each / span:.0f}" y="{_HEIGHT + 15}" text-anchor="middle">'
-        f"{format_seconds(index * each)}</text>"
+        f"{round(index * each / unit)} {name}</text>"
         for index in range(int(span / each) + 1)
     )
 

@@ -103,8 +103,8 @@ def _gradients(program: Program, floor: Floor) -> Iterable[Advice]:
             "gradients",
             size,
             f"{format_bytes(size)} are gradients of parameters, which exist at the end of every step. They do not grow "
-            "with the batch, so a larger one costs little here; only fewer trainable parameters (freeze some, LoRA) "
-            "or a smaller dtype lower them",
+            "with the batch, so a larger one costs little here; fewer trainable parameters (freeze some, LoRA), a "
+            'smaller dtype, or the optimizer in the backward (step="inside" with optimizer=) lower them',
         )
 
 

@@ -6,6 +6,7 @@ import logging
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -63,6 +64,26 @@ def dynamo_says_what_is_wrong() -> None:
             raise RuntimeError(f"{function.__name__} was compiled")
         dynamo.forget_compiled(step)
     expect("cpu" in seen, f"autocast was not seen among {seen}")
+
+
+@canary
+def numpy_is_known_in_a_graph() -> None:
+    """What Dynamo takes in NumPy's place is told by its name: functions, methods, operators, attributes."""
+    seen: list[str | None] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        seen.extend(dynamo.numpy_call(node) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    def step(x: Tensor) -> Tensor:
+        values = x.numpy()
+        return torch.from_numpy(np.exp(values) - values.mean(axis=0) + values.T)
+
+    compiled_step = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+    compiled_step(torch.ones(2, 2))
+    found = {each for each in seen if each is not None}
+    expect({"exp", "mean", "sub", "T"} <= found, f"NumPy's calls are {sorted(found)}")
+    dynamo.forget_compiled(compiled_step)
 
 
 @canary

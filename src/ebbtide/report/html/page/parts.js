@@ -26,7 +26,7 @@ function legend(box, plan) {
   const parts = plan.resident_parts;
   parts.forEach(([words, bytes], i) => item("resident", parts.length > 1 ? `${words}, resident: ${bytesText(bytes)}` : words, residentShade(i, parts.length)));
   CATEGORIES.slice(1).forEach(([name, words]) => item(name, words));
-  const rules = [["warn", "budget", "solid"], ["soft", "proven floor: no plan takes less", "dotted"], ["soft", "the step that is not stacked", "solid"],
+  const rules = [["warn", "budget", "solid"], ["soft", "floor: no plan without rewrites takes less", "dotted"], ["soft", "the step that is not drawn in colours", "solid"],
     ...(plan.measured.some(each => each.curve) ? [["good", "measured", "solid"]] : []),
     ...(plan.measured.length ? [["good", "peak, measured", "dashed"]] : [])];
   for (const [colour, words, style] of rules) {
