@@ -61,7 +61,8 @@ def refused(call: Callable[[], object], kind: type[EbbtideError] = CaptureError)
     error = caught.value
     assert words(error) <= MOST_WORDS, str(error)
     first, second, *_ = str(error).splitlines()
-    assert first[:-1].lower() == error.remedy.rstrip(".").lower()  # type: ignore[attr-defined]
+    said = first[:-1].lower().removeprefix("does not fit: ")
+    assert said == error.remedy.rstrip(".").lower()  # type: ignore[attr-defined]
     assert second.startswith("Why: ")
     return error
 
