@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import ebbtide
 from ebbtide.case import Case
 from ebbtide.cli import app
+from ebbtide.errors import UsageError
 from ebbtide.zoo import mlp_chain
 from head_models import FORMS, arguments
 
@@ -122,3 +123,9 @@ def test_rewrites_come_through_every_door(tower: str) -> None:
         options=ebbtide.Options(rewrites="all", effort=50, progress=None),
     )
     assert plans[0].overhead >= plans[1].overhead
+
+
+def test_a_case_that_ignores_its_batch_is_refused() -> None:
+    fixed = mlp_chain(8, layers=2)
+    with pytest.raises(UsageError, match="has to make inputs of the batch that it is given"):
+        ebbtide.max_batch(lambda batch: fixed, budget="16MiB", options=ebbtide.Options(progress=None))
