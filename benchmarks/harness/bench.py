@@ -64,7 +64,7 @@ SELECTION = (
     Selection("floors", ("sizes:float32, 1 threads",), 4.0),
     Selection("hybrid_bound", ("lane_gap:0-49", "lane_violations:165-179"), 2.0),
     Selection("hybrid", ("plan:gpt-12L a100", "grid:vgg16 a100", "disk:mlp_chain"), 1.5),
-    Selection("pieces", ("gpt",), 1.0),
+    Selection("pieces", ("gpt",), 0.4),
     Selection("truth", ("chain-64, 1 thread",), 1.5),
     Selection("reports", ("chain-",), 1.5, resumes=False),
     Selection("ranks", ("agreement:2",), 0.9),
