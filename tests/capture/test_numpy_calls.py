@@ -8,10 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._numpy as torchs_numpy
 from torch import nn
 
 import ebbtide
+from ebbtide.capture.rules.numpy_calls import JOINS, SAME
 from ebbtide.errors import CaptureError
+
+METHODS = frozenset("T astype flatten getitem item permute real setitem view".split())
+"""Of arrays: values that are moved, or taken as they are."""
+OPERATORS = frozenset("iadd imul isub itruediv mul neg pos sub truediv".split())
 
 Weights = Callable[[torch.Tensor], torch.Tensor]
 
@@ -89,3 +95,32 @@ def test_what_has_the_same_bits_is_planned(weights: Weights) -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("name", sorted(SAME - METHODS - OPERATORS - {"empty"}))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_is_planned_has_numpys_bits(name: str, dtype: type[np.floating]) -> None:
+    """Each function on arrays and numbers, as far as both take them."""
+    draws = np.random.default_rng(0)
+    a, b = ((draws.standard_normal((64, 33)) * 3 + shift).astype(dtype) for shift in (0, 2.5))
+    shape, compared = (3, 4), 0
+    forms = [(a,), (a, b), (a, 0.3), (a, 1), (a, 3), (a, (0, 1)), (a, 0, 1), (a, -0.5, 0.5), (a > 0, a, b)]
+    forms += [(a, shape), (shape,), (shape, 0.3), (4,), ([a, b],), (a, (33, 64)), (a[:1], (64, 33)), (a[:, :1], 1)]
+    for arguments in forms:
+        if isinstance(arguments[0], list) and name not in JOINS:
+            continue
+        given = tuple(torchs_numpy.asarray(each) if isinstance(each, np.ndarray) else each for each in arguments)
+        if isinstance(arguments[0], list):
+            given = ([torchs_numpy.asarray(each) for each in arguments[0]],)
+        try:
+            theirs, mine = getattr(np, name)(*arguments), getattr(torchs_numpy, name)(*given)
+        except Exception:  # one of them takes no such arguments
+            continue
+        for each, other in zip(
+            *(each if isinstance(each, list | tuple) else [each] for each in (theirs, mine)), strict=True
+        ):
+            compared += 1
+            made = np.asarray(other.tensor if hasattr(other, "tensor") else other)
+            np.testing.assert_array_equal(made, each)
+            assert made.dtype == np.asarray(each).dtype or not isinstance(arguments[0], np.ndarray), arguments
+    assert compared, "nothing was compared"
