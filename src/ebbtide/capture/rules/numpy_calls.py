@@ -39,7 +39,8 @@ def refuse_numpy_sums(graph: fx.GraphModule) -> None:
     Raises:
         CaptureError: at the line of the call.
     """
-    for node in graph.graph.nodes:
+    parts = [each.graph for each in graph.modules() if isinstance(each, fx.GraphModule)]  # also autograd.Function's
+    for node in (node for part in parts for node in part.nodes):
         name = numpy_call(node)
         if name is None or (name in SAME and (name in JOINS or not _takes_lists(node))):
             continue

@@ -188,3 +188,24 @@ def data_dependent_guards_have_a_type() -> None:
         except graphs.data_dependent_guard_type():
             return
     raise RuntimeError("a size that depends on data was told")
+
+
+@canary
+def numbers_of_numpy_are_known() -> None:
+    """A number of NumPy's that a trace takes from somewhere is an input that knows it, with a guard of its value."""
+    seen: list[object] = []
+
+    def backend(graph: fx.GraphModule, _: Any) -> Any:
+        inputs = graph.graph.find_nodes(op="placeholder")
+        seen.extend(number for node in inputs if (number := dynamo.numpys_number(node)) is not None)
+        return graph
+
+    def scaled(x: Tensor, by: Any) -> Tensor:
+        return x * by
+
+    with dynamo.one_graph_settings():
+        step = torch.compile(scaled, backend=backend, fullgraph=True, dynamic=False)
+        for number in (0.5, 0.25, 0.5):
+            step(torch.ones(2), np.float64(number))
+    expect(seen == [0.5, 0.25], f"captured for {seen}")
+    dynamo.forget_compiled(step)
