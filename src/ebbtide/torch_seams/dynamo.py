@@ -198,7 +198,7 @@ def numpy_result(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> An
     target = node.target
     try:
         if target is utils.numpy_attr_wrapper:
-            return getattr(*args)
+            return getattr(args[0], str(args[1]))
         if isinstance(target, utils.numpy_method_wrapper):
             return getattr(args[0], target.method)(*args[1:], **kwargs)
         if isinstance(target, utils.numpy_operator_wrapper):
