@@ -32,6 +32,14 @@ class Model(nn.Module):
         return self.layer(x).square().mean()
 
 
+def typed(loss: Tensor) -> Tensor:
+    return loss * 2 if loss.dtype == torch.float32 else loss * 3
+
+
+def one_type(model: Any, x: Tensor) -> torch.dtype:
+    return (model.mean(x) / np.sqrt(32)).dtype
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -80,14 +88,26 @@ PLANNED: dict[str, Callable[[Any, Tensor], Any]] = {
     "a size": lambda model, x: model.mean(x) / np.prod([8, 32]),
     "a tensor": lambda model, x: (model.mean(x) * torch.as_tensor(np.float64(0.3))).float(),
     "half": lambda model, x: model.mean(x).bfloat16() * np.float64(0.3) + np.float32(0.1),
+    "a type read": lambda model, x: typed(model.mean(x) * model.weight),
+    "a type taken": lambda model, x: model.mean(x) * model.weight * torch.ones((), dtype=one_type(model, x)),
+    "a Python number": lambda model, x: model.mean(x) * (model.weight if isinstance(model.weight, float) else 7),
+    "an array of its type": lambda model, x: model.mean(x * torch.from_numpy(x.detach().numpy() * np.float32(0.3))),
+    "a truth": lambda model, x: model.mean(x) * (2 if model.weight > 0.2 else 7) * (model.weight < 0.5),
+    "its type": lambda model, x: model.mean(x) * (2 if model.weight.dtype == np.float64 else 7),
+    "its method": lambda model, x: model.mean(x) * model.weight.astype(np.float32).item() * model.weight.real,
+    "rounded": lambda model, x: model.mean(x) * round(model.weight, 1) * int(model.power) * float(np.sqrt(5)),
+    "a list of tensors": lambda model, x: (torch.tensor(model.several) * model.mean(x)).sum().float(),
+    "a range": lambda model, x: sum((model.mean(x) * i for i in range(np.int64(3))), start=model.scale),
+    "given to a function": lambda model, x: Weighted.apply(model.mean(x), model.weight),  # pyright: ignore
     "a function": lambda model, x: Scaled.apply(model.mean(Scaled.apply(x))),  # pyright: ignore
 }
-REFUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "an array's": lambda model, x: model.mean(x) * model.array[1],
+    "a loop's": lambda model, x: sum((model.mean(x) * each for each in model.array), start=model.scale),
     "computed": lambda model, x: model.mean(x) * x.numpy().astype(np.float64).max(),
     "compared": lambda model, x: model.mean(x) * (model.scale > x.numpy().max()).float(),
     "in a backward": lambda model, x: model.mean(Bent.apply(x)),  # pyright: ignore
-    "given to a function": lambda model, x: Weighted.apply(model.mean(x), model.weight),  # pyright: ignore
+    "of an array": lambda model, x: model.mean(x * torch.from_numpy(x.numpy() * model.weight)).float(),
 }
 
 

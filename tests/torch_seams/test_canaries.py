@@ -81,6 +81,7 @@ BREAKS: dict[str, tuple[str, str, object]] = {
     ),
     "comparisons_with_draws_are_decided": ("ebbtide.torch_seams.tracing", "_is_drawn", lambda _: False),
     "checks_of_values_are_traced": ("ebbtide.torch_seams.checks", "_raised", lambda *_: None),
+    "numbers_of_numpy_are_constants": ("ebbtide.torch_seams.numpy_numbers", "_wrapped_by_value", lambda below: below),
     "context_variables_have_values_in_traces": (
         "ebbtide.torch_seams.context_variables",
         "_of_context_variables",

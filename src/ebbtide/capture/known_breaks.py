@@ -14,6 +14,7 @@ import torch
 from ebbtide.capture.known_libraries import known_library
 from ebbtide.torch_seams.context_variables import STAYS_SET
 from ebbtide.torch_seams.input_branches import TELLS_NAN
+from ebbtide.torch_seams.numpy_numbers import WITH_ARRAYS
 from ebbtide.torch_seams.reentrant import CUT
 from ebbtide.torch_seams.storages import buffer_table
 from ebbtide.torch_seams.tracing import PYTHON_DRAWS
@@ -209,6 +210,11 @@ _BREAKS = (
         CUT,
         "A reentrant checkpoint over arguments without gradients trains nothing, and it returns no plain tensor.",
         "Call checkpoint(..., use_reentrant=False), which trains what is in it, or let its function return tensors",
+    ),
+    _Break(
+        WITH_ARRAYS,
+        "NumPy computes an array with a number of its own in the wider of their types, and torch in the array's.",
+        "Keep such numbers as Python's (float(weight)) or in the array's type, outside of the forward",
     ),
     _Break(
         _ON_FAKE,

@@ -37,8 +37,7 @@ from ebbtide.capture.rules.eager_kernels import eager_kernels
 from ebbtide.capture.rules.grouped_products import true_grouped_products
 from ebbtide.capture.rules.layouts import true_layouts
 from ebbtide.capture.rules.norm_dtypes import true_norms
-from ebbtide.capture.rules.numpy_calls import refuse_numpy_sums
-from ebbtide.capture.rules.numpy_numbers import numpy_numbers_as_pythons
+from ebbtide.capture.rules.numpy_calls import refuse_numpy
 from ebbtide.capture.rules.read_places import refuse_read_places
 from ebbtide.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbtide.errors import CaptureError
@@ -210,8 +209,7 @@ def compile_step(
             graph, inputs = beside.graph, beside.without_numbers(inputs)
         settle_roles(graph)
         refuse_read_places(graph)
-        numpy_numbers_as_pythons(graph)
-        refuse_numpy_sums(graph)
+        refuse_numpy(graph)
         assertions_as_ops(graph)
         unroll_recurrent(graph)
         if elsewhere:

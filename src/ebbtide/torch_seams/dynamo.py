@@ -10,18 +10,17 @@ import re
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch._C._dynamo.eval_frame import reset_code
-from torch.fx.node import map_arg
 
 from ebbtide.torch_seams.compile_mode import code_of_compiled
 from ebbtide.torch_seams.fake_tensors import LIMITS
+from ebbtide.torch_seams.numpy_numbers import numpys_numbers_as_constants
 from ebbtide.torch_seams.patches import Attribute, Item, Setting, patched, wrapped
 from ebbtide.torch_seams.tracing import made_anew, raised_in_trace
 
@@ -31,16 +30,11 @@ __all__ = [
     "forget_compiled",
     "inner_exception",
     "is_argument",
-    "is_numpys",
     "is_switched_off",
-    "makes_tensors",
     "numpy_call",
-    "numpy_result",
-    "numpys_number",
     "one_graph_settings",
     "raised_by_the_model",
     "sizes_as_symbols",
-    "told_anew",
     "without_the_compilers_words",
 ]
 
@@ -165,74 +159,6 @@ def numpy_call(node: torch.fx.Node) -> str | None:
     return None
 
 
-_NUMBER = "ebbtide_number_of_numpy"
-_KINDS = (np.floating, np.signedinteger, np.unsignedinteger)
-
-
-def numpys_number(node: torch.fx.Node) -> Any:
-    """The number of NumPy's that an input of Dynamo's graph is, of which the trace has a guard; ``None`` for others."""
-    return node.meta.get(_NUMBER)
-
-
-def is_numpys(node: torch.fx.Node) -> bool:
-    """Whether a node of Dynamo's graph is an array or a number of NumPy's in eager."""
-    from torch._dynamo.source import NumpyTensorSource
-
-    return numpy_call(node) is not None or isinstance(
-        getattr(node.meta.get("grapharg"), "source", None), NumpyTensorSource
-    )
-
-
-def makes_tensors(node: torch.fx.Node) -> bool:
-    """Whether an op makes a tensor of what it is given, in the type of NumPy's number."""
-    from torch import _refs
-
-    return node.target in (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, _refs.tensor)
-
-
-def numpy_result(node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
-    """What NumPy itself makes of ``values`` in a :func:`numpy_call`; ``None`` where it takes no such arguments."""
-    from torch._dynamo import utils
-
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    target = node.target
-    try:
-        if target is utils.numpy_attr_wrapper:
-            return getattr(args[0], str(args[1]))
-        if isinstance(target, utils.numpy_method_wrapper):
-            return getattr(args[0], target.method)(*args[1:], **kwargs)
-        if isinstance(target, utils.numpy_operator_wrapper):
-            return target.op(*args)
-        return getattr(np, str(numpy_call(node)))(*args, **kwargs)
-    except Exception:  # as with a type of torch's
-        return None
-
-
-def told_anew(node: torch.fx.Node) -> None:
-    """Give a node of Dynamo's graph the example value that follows from its arguments, where that can be told."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta.get("example_value"))
-    mode = getattr(node.meta.get("example_value"), "fake_mode", None)
-    if mode is None:
-        return
-    with suppress(Exception), mode:
-        target = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
-        node.meta["example_value"] = target(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
-
-
-def _as_numbers(below: Callable[..., Any]) -> Callable[..., Any]:
-    """A number of NumPy's is guarded by its value, as Python's are, and its input of the graph knows it."""
-    from torch._dynamo.guards import GuardBuilder
-
-    def wrap(builder: Any, value: object) -> Any:
-        variable = below(builder, value)
-        if isinstance(value, _KINDS) and type(value).__module__ == "numpy" and value.itemsize <= 8:
-            builder.install_guards(GuardBuilder.EQUALS_MATCH)
-            variable.as_proxy().node.meta[_NUMBER] = value
-        return variable
-
-    return wrap
-
-
 def forget_compiled(function: Callable[..., Any], backend: Callable[..., Any] | None = None) -> None:
     """Free what Dynamo keeps for a function of ``torch.compile``, which it would keep until the process ends.
 
@@ -298,13 +224,12 @@ def one_graph_settings() -> Iterator[None]:
       caches before it, a tenth of a small capture.
     - ``GetAttrVariable``: of the names of torch's own classes and functions Dynamo knows no methods. PEFT asks whether
       ``type(weight).__module__.startswith("torchao.")``.
-    - ``VariableBuilder``: of a number of NumPy's Dynamo guards the type alone, and makes a tensor of it.
+    - Numbers of NumPy's are constants (``numpy_numbers``).
     - ``allow_rnn``: without it Dynamo refuses the recurrent modules that ``capture/rules/recurrent.py`` unrolls. Up to
       2.12 torch describes the last states of an LSTM with a dimension too many.
     """
     from torch._decomp import decompositions
     from torch._dynamo import config, guards, utils
-    from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.misc import GetAttrVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -328,7 +253,7 @@ def one_graph_settings() -> Iterator[None]:
         if torch.addcdiv in handlers:
             stack.enter_context(wrapped(Item(handlers, torch.addcdiv), _not_handled, this_thread=True))
         stack.enter_context(wrapped(Attribute(GetAttrVariable, "call_method"), _of_names, this_thread=True))
-        stack.enter_context(wrapped(Attribute(VariableBuilder, "_wrap"), _as_numbers, this_thread=True))
+        stack.enter_context(numpys_numbers_as_constants())
         if hasattr(utils, _LOGGED):
             stack.enter_context(wrapped(Attribute(utils, _LOGGED), _or_none, this_thread=True))
         if hasattr(decompositions, _LAYER):

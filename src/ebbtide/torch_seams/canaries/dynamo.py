@@ -1,8 +1,9 @@
-"""The canaries of ``dynamo``: what is traced into one graph, what it refuses, and that it can be forgotten."""
+"""The canaries of ``dynamo`` and ``numpy_numbers``: what is traced into one graph, and that it can be forgotten."""
 
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from typing import Any
 
@@ -191,21 +192,24 @@ def data_dependent_guards_have_a_type() -> None:
 
 
 @canary
-def numbers_of_numpy_are_known() -> None:
-    """A number of NumPy's that a trace takes from somewhere is an input that knows it, with a guard of its value."""
+def numbers_of_numpy_are_constants() -> None:
+    """A number of NumPy's has its own type to the code, a guard of its value, and is Python's to an op."""
     seen: list[object] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> Any:
-        inputs = graph.graph.find_nodes(op="placeholder")
-        seen.extend(number for node in inputs if (number := dynamo.numpys_number(node)) is not None)
+        seen.extend(node.args[1] for node in graph.graph.find_nodes(op="call_function", target=operator.mul))
         return graph
 
-    def scaled(x: Tensor, by: Any) -> Tensor:
-        return x * by
+    def scaled(x: Tensor, by: Any) -> Any:
+        assert by.dtype == np.float32
+        return x * (by * 2), torch.tensor(np.sqrt(2)), np.sqrt(by)
 
     with dynamo.one_graph_settings():
         step = torch.compile(scaled, backend=backend, fullgraph=True, dynamic=False)
         for number in (0.5, 0.25, 0.5):
-            step(torch.ones(2), np.float64(number))
-    expect(seen == [0.5, 0.25], f"captured for {seen}")
+            found, made, root = step(torch.ones(()), np.float32(number))
+            expect(found.dtype == torch.float32, f"it computes in {found.dtype}")
+            expect(made.dtype == torch.float64, f"it makes a tensor of {made.dtype}")
+            expect(type(root) is np.float32, f"a root is a {type(root)}")
+    expect(seen == [1.0, 0.5], f"captured for {seen}")
     dynamo.forget_compiled(step)
