@@ -41,10 +41,10 @@ MOST_IN_A_ROW = 16  # captures of one key of which none served a second call, af
 _MANY_CAPTURES = 8  # captures of one key after which it is said that something changes at every call
 
 _CHANGES = (
-    "something that its step depends on changes between calls (a number that counts steps, a list or a dictionary that "
-    "grows)",
-    "keep counters in tensors (register_buffer), and append to lists outside of the forward, where its outputs are at "
-    "hand",
+    "something that its step depends on changes between calls (a weight that is annealed, a number that counts steps, "
+    "a list or a dictionary that grows)",
+    "keep such numbers in tensors (model.weight = torch.tensor(0.3), or register_buffer), and append to lists outside "
+    "of the forward, where its outputs are at hand",
 )
 _BRANCHES = (
     "values of its inputs decide its branches, and calls go many ways",
