@@ -27,9 +27,9 @@ from ebbtide.checks import text
 from ebbtide.cost.attach import costs_of, with_measured_costs, with_roofline_costs
 from ebbtide.cost.cache import device_context
 from ebbtide.cost.cuda_workspace import cublas_bytes, cublas_bytes_here, has_product
-from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.gradient_watcher import own_backwards
 from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
+from ebbtide.engine.traced_graph import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.entry_points import options_of, takes_options
 from ebbtide.errors import UsageError
 from ebbtide.faults import own_faults, users_level

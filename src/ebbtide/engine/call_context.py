@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES, Call
+from ebbtide.engine.compiled import Call
 from ebbtide.engine.key import CallSlot, Code, key_of, modes_of
 from ebbtide.engine.known_windows import Cleared, KnownWindows
 from ebbtide.engine.pending_steps import PendingStep, PendingSteps, kept_bytes, kept_inputs, pending_around
+from ebbtide.engine.traced_graph import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.measurement.resident import gradient_bytes, start_bytes, watched_in
 from ebbtide.torch_seams.autograd import has_saved_tensor_hooks, in_backward
 from ebbtide.torch_seams.data_parallel import bucket_bytes

@@ -1,7 +1,6 @@
 """One call of a model, captured: the function of torch.compile that runs it, and the joint graph that it gave.
 
-1. A *capture* is made at the first call. AOTAutograd gets stub graphs (``stubs``) and two indirections
-   (``executor``), so what runs may be planned, and planned anew, at any later time.
+1. A *capture* is made at the first call. Its joint graph is kept (``traced_graph``).
 2. A *symbolic* capture has the sizes that change as symbols and serves many shapes. Its joint graph is written out at
    each shape's sizes (``symbolic.sizes``), and from there on all is as for a capture of its own: read, planned,
    lowered, proven and verified, with nothing symbolic left.
@@ -15,43 +14,36 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from ebbtide.capture.attempts import attempted
-from ebbtide.capture.joint import Captured, accumulating, read_joint
-from ebbtide.capture.layouts import Layouts, laid_out
 from ebbtide.capture.numbers import Numbers
-from ebbtide.capture.symbolic.sizes import NotAtTheseSizes, at_sizes, size_inputs
 from ebbtide.capture.trace import (
-    Taken,
-    capture_settings,
     compile_step,
     forget_step,
     inputs_by_name,
     translated_errors,
 )
-from ebbtide.cost.cache import device_context
 from ebbtide.engine.executor import (
     NothingToTrain,
     Unplanned,
     looking,
     note_results,
-    run_backward,
     run_forward,
     run_nothing,
     running_as,
 )
 from ebbtide.engine.pending_steps import PendingStep
-from ebbtide.engine.stubs import stubs
+from ebbtide.engine.traced_graph import StaleCapture, TracedGraph
 from ebbtide.errors import CaptureError, InternalError
 from ebbtide.measurement.peak import StepGauge
 from ebbtide.ranks.member import ALONE, Alone
 from ebbtide.signals import signals_wait
-from ebbtide.torch_seams.aot import DynamoGraph, boxed
+from ebbtide.torch_seams.aot import boxed
 from ebbtide.torch_seams.compile_mode import NO_FRAMES, NotCompiled, OwnCompileMode
 from ebbtide.torch_seams.dynamo import sizes_as_symbols
 from ebbtide.torch_seams.eager_answers import Answers
@@ -59,14 +51,7 @@ from ebbtide.torch_seams.input_branches import Question, other_answer
 from ebbtide.torch_seams.trees import tree_leaves
 from ebbtide.user_objects import is_a
 
-__all__ = ["ALLOCATOR_GRANULARITY_BYTES", "Call", "Capture", "StaleCapture"]
-
-# c10's CUDA allocator hands out multiples of 512 bytes (kMinBlockSize); the CPU's reports what was asked for.
-ALLOCATOR_GRANULARITY_BYTES = {"cpu": 1, "cuda": 512}
-
-
-class StaleCapture(CaptureError):
-    """The model is not what was captured: an attribute, a mode or a flag that the step depends on has changed."""
+__all__ = ["Call", "Capture"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +82,7 @@ def _arguments(call: Call) -> tuple[Any, ...]:
     return (call.module, call.forward, call.args, call.kwargs, call.every_output)
 
 
-class Capture:
+class Capture(TracedGraph):
     """A capture of one model; the :class:`~ebbtide.capture.trace.Partitioner` of its compiled function.
 
     Args:
@@ -109,7 +94,6 @@ class Capture:
         numbers: what is known of the model's numbers, if it has been captured before.
 
     Attributes:
-        is_made: whether the joint graph is at hand.
         answers: what code is told that asks whether it is compiled (``capture.branches``).
     """
 
@@ -122,32 +106,21 @@ class Capture:
         answers: Answers | None = None,
         numbers: Numbers | None = None,
     ) -> None:
-        self.device = device
-        self.is_made = False
+        super().__init__(device=device, name=name, symbolic=changing is not None)
         self.answers = answers or Answers()
-        self._name = name
         self._numbers = numbers or Numbers()
         self._changing = changing
         self._stance = OwnCompileMode()
-        self._taken = Taken()
         self.asked_bytes = 0
         """What answering one of its questions takes at the most, before anything else of a step, as far as seen."""
         self._begin()
 
     def _begin(self) -> None:
         """Nothing is captured."""
-        self._joint: fx.GraphModule | None = None
-        self._graph: DynamoGraph | None = None
-        self._output_count = 0
-        self._captured: Captured | None = None
+        self.forget_graph()
         self._compiled = compile_step(self, symbolic=self.symbolic, numbers=self._numbers)
         self._forget = weakref.finalize(self, forget_step, self._compiled)
         self._forget.atexit = False
-
-    @property
-    def symbolic(self) -> bool:
-        """Whether it serves many shapes."""
-        return self._changing is not None
 
     def __call__(self, call: Call, pending: PendingStep) -> tuple[Any, list[torch.Tensor]]:
         """Run ``call`` as ``pending``: what it returns, and what of that was detached (``capture.loss``).
@@ -261,72 +234,6 @@ class Capture:
             why = self._stance.why_not_compiled(self._compiled, *_arguments(call))
         return why.replace("module.", "self.", 1)
 
-    def at(self, inputs: Sequence[object]) -> Captured:
-        """The step as a value, independent of any plan.
-
-        Args:
-            inputs: of the step, flat (:meth:`inputs_of`); of a symbolic capture those count that are numbers.
-
-        Raises:
-            NotAtTheseSizes: if the symbolic graph does not say what happens at these sizes.
-            CaptureError: if the step cannot be planned.
-        """
-        assert self._joint is not None
-        if not self.symbolic:
-            if self._captured is None:
-                self._captured = self._read(self._joint)
-            return self._captured
-        names = [node.name for node in self._joint.graph.find_nodes(op="placeholder")]
-        by_name = {names[i]: size for i, size in enumerate(inputs) if isinstance(size, int)}
-        with signals_wait(), capture_settings(here=True), self._behind_autocast():
-            return self._read(at_sizes(self._joint, by_name, self._taken.conditions))
-
-    def traced_again(self, captured: Captured, layouts: Layouts) -> Captured:
-        """``captured``, which is of this capture, where gradients of its outputs arrive in ``layouts``.
-
-        Raises:
-            StaleCapture: if a capture of many shapes holds them not, and one of its own has to serve the call.
-            CaptureError: if it cannot be planned.
-        """
-        try:
-            again, count = self._traced(captured, layouts)
-        except CaptureError as error:
-            if not self.symbolic:
-                raise
-            raise StaleCapture(str(error)) from error
-        if count != captured.forward_output_count or len(again.primals) != len(captured.primals):
-            raise InternalError("a step traced again has other inputs or outputs")
-        return replace(again, parameters=captured.parameters)
-
-    def _traced(self, captured: Captured, layouts: Layouts) -> tuple[Captured, int]:
-        assert self._graph is not None
-        traced = zip(captured.tangents, layouts, strict=True)
-        like = [laid_out(node.meta["val"].shape, strides, symbolic=self.symbolic) for node, strides in traced]
-        with signals_wait(), capture_settings(here=True):
-            joint, count = self._graph.joint(like)
-            if self.symbolic:
-                sizes = {node.name: node.meta.get("val") for node in captured.primals}
-                with self._behind_autocast():
-                    joint = at_sizes(joint, {name: size for name, size in sizes.items() if isinstance(size, int)})
-        return self._read(joint), count
-
-    def _behind_autocast(self) -> AbstractContextManager[object]:
-        """For calls of a joint graph, which are those that autocast has made: under the user's they were cast again."""
-        return torch.autocast(self.device, enabled=False)
-
-    def accumulating(self, captured: Captured, positions: frozenset[int]) -> Captured:
-        """``captured`` where these primals have gradients already (``capture.joint``)."""
-        return accumulating(captured, positions)
-
-    def _read(self, joint: fx.GraphModule) -> Captured:
-        return read_joint(
-            joint.graph,
-            self._output_count,
-            name=self._name,
-            granularity_bytes=ALLOCATOR_GRANULARITY_BYTES[self.device],
-            context=device_context(self.device),
-        )
-
     def _marked(self, call: Any) -> AbstractContextManager[None]:
         """While open, Dynamo takes the changing dimensions of a call's tensors as symbols."""
         if self._changing is None:
@@ -339,32 +246,13 @@ class Capture:
     def take_inputs(self, inputs: Sequence[object]) -> None:
         """Who they are is seen at the first run (``Step.look_at_inputs``)."""
 
-    def take_graph(self, graph: DynamoGraph) -> None:
-        """Keep it."""
-        self._graph = graph
-
     def take_results(self, results: Sequence[object]) -> None:
         """Watch those from which others are computed."""
         note_results(results)
 
-    def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Keep the joint graph; AOTAutograd goes on with stubs."""
-        if self.symbolic and not size_inputs(joint.graph):
-            raise NotAtTheseSizes("no size of the captured step is left a symbol")
-        graphs = stubs(joint, forward_output_count)
-        self._joint, self._output_count = joint, forward_output_count
-        if not self.symbolic:
-            self._captured = self._read(joint)
-        self.is_made = True
-        return graphs
-
     def forward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Runs the forward of the step that this thread runs."""
         return boxed(run_forward)
-
-    def backward_callable(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        """Runs the backward of the step whose handle comes first."""
-        return boxed(run_backward)
 
     def nothing_to_train(self, graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
         """Says at every call whose guards hold that nothing takes a gradient."""

@@ -36,7 +36,7 @@ from ebbtide.engine.attempts import Again, Attempts
 from ebbtide.engine.call_context import CallContext
 from ebbtide.engine.calls import NOTHING_TO_TRAIN
 from ebbtide.engine.clearing import clearing_of
-from ebbtide.engine.compiled import Call, StaleCapture
+from ebbtide.engine.compiled import Call
 from ebbtide.engine.configuration import Configuration
 from ebbtide.engine.demands import demand_of
 from ebbtide.engine.derivatives import refuse_transforms
@@ -54,6 +54,7 @@ from ebbtide.engine.refinement import Wanted, contenders_of
 from ebbtide.engine.sharded import refuse_newly_sharded
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
+from ebbtide.engine.traced_graph import StaleCapture
 from ebbtide.engine.validity import Demand, Validity
 from ebbtide.errors import BudgetError, CaptureError, EbbtideError, InternalError, VerificationError
 from ebbtide.faults import forget_frames, own_faults, users_level

@@ -20,7 +20,6 @@ from ebbtide.cost.attach import costs_of
 from ebbtide.cost.cache import device_context
 from ebbtide.cost.profiling_budget import ProfilingBudget
 from ebbtide.engine.call_context import CallContext
-from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.configuration import Configuration, Request
 from ebbtide.engine.demands import bytes_to_be_cleared, clearing_is_asked, waits_for_a_loss
 from ebbtide.engine.executable import left_bytes
@@ -32,6 +31,7 @@ from ebbtide.engine.reserve import reserve_bytes, unsplit_bytes
 from ebbtide.engine.resident_by_kind import GRADIENTS, GRADIENTS_TO_COME, STATE, resident_by_kind, without_pending
 from ebbtide.engine.retained import Retained, plan_retained, retained_bytes
 from ebbtide.engine.step import Step
+from ebbtide.engine.traced_graph import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.user_window import UserWindow
 from ebbtide.engine.validity import LEAST_MEMORY, Demand, leaves_more
 from ebbtide.errors import BudgetError, CaptureError

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ebbtide.engine.call_context import CallContext
-from ebbtide.engine.compiled import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.engine.pending_steps import kept_bytes
 from ebbtide.engine.step import Step
+from ebbtide.engine.traced_graph import ALLOCATOR_GRANULARITY_BYTES
 from ebbtide.measurement.resident import GRADIENTS, resident_parts, tensors_in
 from ebbtide.step.resident_in_words import OPTIMIZER_STATE
 from ebbtide.torch_seams.data_parallel import bucket_bytes
