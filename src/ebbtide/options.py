@@ -214,6 +214,12 @@ class Options:
     is refused with the least one that would do. ``"raise"``: :class:`ebbtide.errors.BudgetExceeded` when the backward
     of that step has returned. On a CUDA device every step is judged by the allocator's peak; on CPU, where a record
     costs as much as a small step, steps 1, 2, 4, 8, ... and every hundredth of each shape are."""
+    pieces: Literal["none", "auto"] = field(default="none", metadata={"check": one_of("none", "auto")})
+    """What follows where a training call is not one graph: ``none`` or ``auto``.
+
+    ``"none"``: it is refused, with the line that breaks its graph. ``"auto"``: the parts that are graphs are planned
+    together, under one budget for the whole step, and what lies between them runs as in eager. The first step keeps as
+    little as it can for its backward, since nothing is known of it before; its peak may be above the budget."""
     refine: bool = field(default=True, metadata={"check": flag})
     """Whether :func:`fit` begins with a plan that is found quickly, and looks for a better one beside training.
 

@@ -27,6 +27,7 @@ from ebbtide.engine.calls import Calls, watch_optimizers
 from ebbtide.engine.configuration import Configuration, Request
 from ebbtide.engine.fitted_class import FITTED, fitted_class, watched_of_fitted
 from ebbtide.engine.gradient_watcher import backwards_so_far
+from ebbtide.engine.in_pieces import StepInPieces
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.optimizer_link import OptimizerLink
 from ebbtide.engine.step import Step
@@ -191,6 +192,7 @@ def _known_of(
             planning=planning,
             verify=options.verify,
             on_violation=options.on_violation,
+            in_pieces=options.pieces == "auto",
             every_output=options.every_output,
             start=options.start,
             rewrites=options.rewrite_rules,
@@ -387,7 +389,7 @@ def total_norm(model: torch.nn.Module) -> torch.Tensor | None:
 
 
 @with_known_keywords
-def step_of(model: torch.nn.Module) -> Step | None:
+def step_of(model: torch.nn.Module) -> Step | StepInPieces | None:
     """The step that ran last, with its plan and what was verified and measured; ``None`` before the first.
 
     Raises:

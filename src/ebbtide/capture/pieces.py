@@ -39,6 +39,8 @@ def piece_of(captured: Captured, given: Collection[int]) -> Piece:
     outputs: list[Output] = []
     for position, node in enumerate(captured.outputs[: captured.forward_output_count]):
         if position in changed:
+            if position in tangents:
+                unpaired.append(Output(-1, tangents[position]))
             continue
         made = _buffer(captured, node)
         outputs.append(Output(made if made is not None and made in returned else -1, tangents.get(position)))

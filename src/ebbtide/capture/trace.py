@@ -46,7 +46,7 @@ from ebbtide.signals import signals_wait
 from ebbtide.torch_seams.aot import DynamoGraph, joint_graph_settings, kinds_of_several_tensors, two_graph_backend
 from ebbtide.torch_seams.carried import cut_off_freed
 from ebbtide.torch_seams.checks import checks_as
-from ebbtide.torch_seams.compile_mode import not_exporting
+from ebbtide.torch_seams.compile_mode import STEP, not_exporting
 from ebbtide.torch_seams.compiler_faults import told_with_its_lines
 from ebbtide.torch_seams.dynamo import (
     capture_error_type,
@@ -54,6 +54,7 @@ from ebbtide.torch_seams.dynamo import (
     is_switched_off,
     one_graph_settings,
     raised_by_the_model,
+    several_graphs_settings,
     without_the_compilers_words,
 )
 from ebbtide.torch_seams.eager_answers import Answers, answered
@@ -71,10 +72,12 @@ __all__ = [
     "Partitioner",
     "Taken",
     "capture_settings",
+    "compile_in_pieces",
     "compile_step",
     "forget_step",
     "forward_of",
     "inputs_by_name",
+    "settings_in_pieces",
     "translated_errors",
     "without_model",
 ]
@@ -154,10 +157,10 @@ def inputs_by_name(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
     return {"module": module, "args": args, "kwargs": kwargs}
 
 
-def _fresh_step() -> Callable[..., Any]:
+def _fresh_step(template: Callable[..., Any] = _template) -> Callable[..., Any]:
     """A function with a code object of its own: Dynamo keeps its cache and its recompile limit per code object."""
-    name = f"ebbtide_step_{next(_counter)}"
-    return types.FunctionType(_template.__code__.replace(co_name=name), globals(), name)
+    name = f"{STEP}_{next(_counter)}"
+    return types.FunctionType(template.__code__.replace(co_name=name), globals(), name)
 
 
 @signals_wait()  # it imports the compiler, half of which could never be imported again
@@ -186,6 +189,17 @@ def compile_step(
             "torch.compile is switched off in this process, and Ebbtide captures steps with it",
             remedy="start Python without TORCHDYNAMO_DISABLE=1",
         )
+    backend = _backend_of(partitioner, numbers, elsewhere=elsewhere)
+    with not_exporting():
+        step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
+    _backends[step] = backend
+    return step
+
+
+def _backend_of(
+    partitioner: Partitioner, numbers: Numbers | None = None, *, elsewhere: bool = False
+) -> Callable[[fx.GraphModule, Any], Any]:
+    """What ``torch.compile`` gives its graph to, of which ``partitioner`` makes the two that run."""
     marks_in_graphs()
     held = weakref.ref(partitioner)
 
@@ -219,10 +233,47 @@ def compile_step(
         compiled = _told_to(kept, cut_off_freed(planned(graph, inputs), graph.graph))
         return compiled if beside is None else beside.around(compiled)
 
+    return backend
+
+
+def _template_in_pieces(module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+    return forward(module, *args, **kwargs)
+
+
+@signals_wait()  # as compile_step
+def compile_in_pieces(
+    partitioner: Callable[[], Partitioner], refused: Callable[[CaptureError], None]
+) -> Callable[..., Any]:
+    """A function ``step(module, forward, args, kwargs)`` whose graph may break, each part of it a graph of its own.
+
+    It is called inside of ``OwnCompileMode.in_pieces`` with :func:`settings_in_pieces`.
+
+    Args:
+        partitioner: makes what makes the two graphs of a part. The caller keeps what it made alive.
+        refused: is told why a part cannot be planned, which runs as in eager then.
+    """
+    require_supported_torch()
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Any:
+        try:
+            return _backend_of(partitioner())(graph, inputs)
+        except Exception as error:
+            if not isinstance(ours := ours_inside(error), CaptureError):
+                raise
+            refused(ours)
+            return graph.forward
+
     with not_exporting():
-        step = torch.compile(_fresh_step(), backend=backend, fullgraph=True, dynamic=None if symbolic else False)
+        step = torch.compile(_fresh_step(_template_in_pieces), backend=backend)
     _backends[step] = backend
     return step
+
+
+@contextmanager
+def settings_in_pieces() -> Iterator[None]:
+    """Settings under which a frame of a step in pieces is compiled."""
+    with quiet_log(), capture_settings(here=True), answered(Answers()), several_graphs_settings():
+        yield
 
 
 def _told_to(kept: Callable[[], Partitioner], compiled: Callable[..., Any]) -> Callable[..., Any]:

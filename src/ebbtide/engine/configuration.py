@@ -29,6 +29,7 @@ class Configuration:
         gradients_stay: whether gradients are there when a call begins, and may be cleared before its backward, as
             Lightning's trainer does: room is kept for them from the first call on, and no plan counts on them.
         on_violation: what follows where a step goes over its budget.
+        in_pieces: whether a call that is not one graph is planned as several.
         advice: what of a trainer's would be planned, where one calls the model.
     """
 
@@ -41,6 +42,7 @@ class Configuration:
     tiers: Mapping[str, TransferPath] = field(default_factory=dict[str, TransferPath])
     gradients_stay: bool = False
     on_violation: Literal["replan", "raise"] = "replan"
+    in_pieces: bool = False
     advice: str = ""
 
 

@@ -45,6 +45,7 @@ from ebbtide.engine.executor import choose_checks
 from ebbtide.engine.freed_graphs import GRAPH_FREED
 from ebbtide.engine.frozen import watch_frozen
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
+from ebbtide.engine.in_pieces import StepInPieces, may_run_in_pieces
 from ebbtide.engine.linked_outputs import watch_detached
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
@@ -126,6 +127,8 @@ def train(
                 return _as_it_is(model, call)
             if (freed := model.steps.freed_graphs.refusal_of(call, now)) is not None:
                 return _with_freed_graph(model, call, now, freed)
+            if (in_pieces := model.in_pieces.get(now.modes)) is not None:
+                return _in_pieces(in_pieces, call, now)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
             fresh = not step.piece.capture.is_made
@@ -155,7 +158,10 @@ def train(
                 elif frees_its_graph(error) and not call.module.training:
                     return _with_freed_graph(model, call, now, error)
                 elif _takes_gradients(call, now):
-                    raise
+                    if not (isinstance(error, CaptureError) and may_run_in_pieces(model, call, now)):
+                        raise
+                    forget_frames(error, handled)
+                    model.in_pieces[now.modes] = StepInPieces(model, call, error)
                 else:
                     return _unless_trained(model, call, now, error)
             except Exception as error:  # of an op that torch cannot trace with sizes as symbols, or the user's own
@@ -227,6 +233,14 @@ def _holding(model: FittedModel, step: Step, now: CallContext) -> Executable | N
 
 def _demand(model: FittedModel, step: Step, now: CallContext) -> Demand:
     return demand_of(step, now, request=model.request, learned=model.learned, optimizers=model.optimizers)
+
+
+def _in_pieces(step: StepInPieces, call: Call, now: CallContext) -> Any:
+    """``call`` in several graphs (``in_pieces``)."""
+    call.ranks.planned()
+    outputs = step(call, now)
+    step.model.last = step
+    return outputs
 
 
 def _as_it_is(model: FittedModel, call: Call, reason: str = NOTHING_TO_TRAIN) -> Any:

@@ -24,6 +24,7 @@ from ebbtide.engine.captured_steps import CapturedSteps
 from ebbtide.engine.compiled import Call
 from ebbtide.engine.configuration import Configuration, Request
 from ebbtide.engine.gradient_watcher import GradientWatcher
+from ebbtide.engine.in_pieces import StepInPieces
 from ebbtide.engine.judging import Judge
 from ebbtide.engine.key import Code
 from ebbtide.engine.learned import Learned
@@ -57,6 +58,7 @@ class FittedModel:
         gradient_watcher: of gradients at its parameters.
         code: the functions of its classes.
         refinements: better plans that are looked for beside training.
+        in_pieces: steps that are several graphs, by the modes of their calls.
         last: the step that ran last.
     """
 
@@ -73,7 +75,8 @@ class FittedModel:
     gradient_watcher: GradientWatcher = field(default_factory=GradientWatcher)
     code: Code = field(default_factory=Code)
     refinements: Refinements = field(default_factory=Refinements)
-    last: Step | None = None
+    in_pieces: dict[object, StepInPieces] = field(default_factory=dict[object, StepInPieces])
+    last: Step | StepInPieces | None = None
 
     def __post_init__(self) -> None:
         self.judge = Judge(self.learned)

@@ -45,9 +45,9 @@ class Piece:
         self._changed_others: list[weakref.ref[torch.Tensor]] = []
         self._others: dict[tuple[Layouts | None, bool], Captured] = {}
 
-    def see_inputs(self, inputs: Sequence[object], call: Call) -> None:
-        """Find out what the graph's inputs are; they are those of ``call``."""
-        self._hidden = hidden_in(inputs, call.module, (call.args, call.kwargs))
+    def see_inputs(self, inputs: Sequence[object], call: Call, *, whole: bool = True) -> None:
+        """Find out what the graph's inputs are: those of ``call``, if it is ``whole``, or else also its own tensors."""
+        self._hidden = hidden_in(inputs, call.module, (call.args, call.kwargs)) if whole else []
         assert self.captured is not None
         parameters = {id(each): name for name, each in call.module.named_parameters()}
         self.captured = replace(self.captured, parameters=tuple(parameters.get(id(each), "") for each in inputs))

@@ -9,6 +9,7 @@ marks in the record say where parts end. A recording has to end outside of a bac
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ebbtide.torch_seams.patches import Patch
 from ebbtide.torch_seams.profiler import before_other_profiles
 from ebbtide.torch_seams.storages import StorageWatch
 
-__all__ = ["Before", "Part", "StepRecord", "Taken", "ask_to_record", "give_way", "note_backward"]
+__all__ = ["Before", "MarkedRecord", "Part", "StepRecord", "Taken", "ask_to_record", "give_way", "note_backward"]
 
 _recording: set[StepRecord] = (
     set()
@@ -124,7 +125,7 @@ class _OnCpu:
         return True
 
     def mark(self) -> None:
-        for size in self._SIZES[len(self._gone) - 1]:
+        for size in self._SIZES[(len(self._gone) - 1) % len(self._SIZES)]:
             torch.empty(size, dtype=torch.uint8, device="cpu")
         self._gone.append(sum(each.bytes for each in self._may_go if not each.alive))
 
@@ -132,7 +133,8 @@ class _OnCpu:
         events = self._recorder.stop()
         found: list[Taken] = []
         level = self._start_bytes
-        for sizes, gone in zip((*self._SIZES[: len(self._gone) - 1], ()), self._gone, strict=True):
+        marks_made = itertools.islice(itertools.cycle(self._SIZES), len(self._gone) - 1)
+        for sizes, gone in zip((*marks_made, ()), self._gone, strict=True):
             marks = [signed for size in sizes for signed in (size, -size)]
             end = _find(events, marks) if marks else len(events)
             if end < 0:
@@ -275,10 +277,12 @@ class StepRecord:
         _recording.discard(self)
         for each in self._patches:
             each.close()
-        taken = self._source.end()
-        self.parts = dict(zip(Part, taken, strict=False))
+        self._take(self._source.end())
         done, self._done = self._done, _nothing  # which holds much
         done(self)
+
+    def _take(self, taken: list[Taken]) -> None:
+        self.parts = dict(zip(Part, taken, strict=False))
 
     def _next(self, part: Part) -> bool:
         """End ``part``, if it is the one that the step is in."""
@@ -300,6 +304,59 @@ class StepRecord:
             self._tell()
         else:
             self._next(Part.AFTER)
+
+
+class MarkedRecord(StepRecord):
+    """Of a step in several pieces, with a mark wherever one of them begins or ends.
+
+    Attributes:
+        taken: what each part took between two marks, and after the last; valid when it is over.
+    """
+
+    taken: Sequence[Taken] = ()
+    _backwards = 0
+
+    @property
+    def highest_bytes(self) -> int:
+        """The highest level of the whole step."""
+        return max((each.highest_bytes for each in self.taken), default=0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step has come to the end of a backward, and is known."""
+        return self.is_known and bool(self._backwards) and bool(self.taken)
+
+    def mark(self) -> None:
+        """A piece begins or ends."""
+        if self.open:
+            self._source.mark()
+
+    def forward_returned(self) -> None:
+        """The model's forward has returned."""
+        if self.open:
+            self._patches = [BackwardWatch(self._a_backward_ends), before_other_profiles(give_way)]
+            for each in self._patches:
+                each.open()
+
+    def backward_begins(self, *, retains: bool) -> None:
+        """The backward of a piece starts."""
+        self._backwards += 1
+        self.retains = retains
+        self.mark()
+
+    def backward_returned(self) -> None:
+        """The backward of a piece has returned."""
+        self.mark()
+
+    def _take(self, taken: list[Taken]) -> None:
+        self.taken = taken
+
+    def _a_backward_ends(self) -> None:
+        if in_backward() or self._thread != threading.get_ident():
+            return
+        if self.given_up or self._backwards:
+            self.end()
+            self._tell()
 
 
 def _nothing(_: StepRecord) -> None:

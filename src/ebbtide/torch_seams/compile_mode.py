@@ -6,13 +6,14 @@ process. Here both are facts of a thread.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from ebbtide.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
     "NO_FRAMES",
+    "STEP",
     "NotCompiled",
     "OwnCompileMode",
+    "Settings",
     "capturing",
     "code_of_compiled",
     "constant_in_traces",
@@ -110,16 +113,28 @@ class NotCompiled(RuntimeError):
     """No compiled code of a function has guards that hold for this call."""
 
 
+STEP = "ebbtide_step"
+"""How the names of functions begin that are captured."""
+Settings = Callable[[], AbstractContextManager[Any]]
 _Stance = Callable[[Any, types.CodeType], Any]
+_OURS = str(Path(__file__).parents[1])
 
 
 @dataclass
 class _Ours:
-    """A call of a compiled function under a stance of ours; ``asked`` is whether torch has asked for the stance."""
+    """A call of a compiled function under a stance of ours.
+
+    Attributes:
+        code: of the function.
+        mode: the stance.
+        asked: whether torch has asked for it.
+        as_written: whether fitted models in it run as they are written, since they are parts of what is captured.
+    """
 
     code: types.CodeType
     mode: _Stance
     asked: bool = False
+    as_written: bool = False
 
 
 class _Here(threading.local):
@@ -161,6 +176,16 @@ class OwnCompileMode:
         """
         return self._under(_refusing, function, args)
 
+    def in_pieces(self, function: Callable[..., Any], *args: Any, settings: Settings) -> Any:
+        """What ``function`` returns, whose graph may break: every frame of the user's that begins is compiled.
+
+        Args:
+            function: of ``torch.compile`` without ``fullgraph``.
+            *args: of the call.
+            settings: opened around the compilation of each frame; code between graphs runs outside of them.
+        """
+        return self._under(functools.partial(_every_frame, settings), function, args, as_written=True)
+
     def why_not_compiled(self, function: Callable[..., Any], *args: Any) -> str:
         """The guard that keeps compiled code from this call, and the user's line that it comes from, if Dynamo says.
 
@@ -174,11 +199,14 @@ class OwnCompileMode:
             return f"{guard} ({line})" if line else guard
         return ""
 
-    def _under(self, mode: _Stance, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def _under(
+        self, mode: _Stance, function: Callable[..., Any], args: tuple[Any, ...], *, as_written: bool = False
+    ) -> Any:
         # Dynamo leaves a function alone under such a mode. It would run as it is; 2.13 says so then, 2.11 does not.
         if any_torch_dispatch_mode_on_stack():
             raise RuntimeError(f"torch.compile {NO_FRAMES}: a dispatch mode is active")
-        before, _here.call = _here.call, _Ours(code_of_compiled(function), mode)
+        as_written = as_written or mode is _as_it_is
+        before, _here.call = _here.call, _Ours(code_of_compiled(function), mode, as_written=as_written)
         try:
             return function(*args)
         finally:
@@ -230,8 +258,8 @@ def _by_thread(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def capturing() -> bool:
-    """Whether this thread captures a step of ours."""
-    return _here.call is not None and _here.call.mode is _as_it_is
+    """Whether this thread captures a step of ours, or runs one in pieces."""
+    return _here.call is not None and _here.call.as_written
 
 
 def constant_in_traces(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -272,6 +300,24 @@ def _as_it_is(callback: Any, code: types.CodeType) -> Callable[..., Any]:
             return callback(frame, *args, **kwargs)
 
     return _for(code, callback, compiled)
+
+
+def _every_frame(settings: Settings, callback: Any, _: types.CodeType) -> Callable[..., Any]:
+    """Compile every frame but those of our own code."""
+    from torch._C._dynamo.eval_frame import _FrameAction as Action
+    from torch._C._dynamo.eval_frame import _FrameExecStrategy as Strategy
+    from torch._dynamo.types import ConvertFrameReturn
+
+    as_it_is = Strategy(Action.SKIP, Action.SKIP)
+
+    def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code.co_filename.startswith(_OURS) and not frame.f_code.co_name.startswith(STEP):
+            return ConvertFrameReturn(frame_exec_strategy=as_it_is, apply_to_code=False)
+        with settings(), while_nobody_steps():
+            return callback(frame, *args, **kwargs)
+
+    compile_frame._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
+    return compile_frame
 
 
 def _refusing(callback: Any, code: types.CodeType) -> Callable[..., Any]:

@@ -34,10 +34,13 @@ __all__ = [
     "numpy_call",
     "one_graph_settings",
     "raised_by_the_model",
+    "several_graphs_settings",
     "sizes_as_symbols",
     "without_the_compilers_words",
 ]
 
+MOST_OF_A_FRAME = 32
+"""Graphs of one frame of a step in pieces."""
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
 
@@ -260,6 +263,29 @@ def one_graph_settings() -> Iterator[None]:
             stack.enter_context(wrapped(Attribute(decompositions, _LAYER), _states_of_rows, this_thread=True))
         if hasattr(guards, "profile_guard_manager"):
             stack.enter_context(wrapped(Attribute(guards, "profile_guard_manager"), _no_latency, this_thread=True))
+        yield
+
+
+@contextmanager
+def several_graphs_settings() -> Iterator[None]:
+    """While open, over :func:`one_graph_settings`, what breaks a graph breaks it, and the code there runs as in eager.
+
+    - ``trace_numpy`` off: NumPy computes by itself.
+    - ``automatic_dynamic_shapes`` on: a size or a number that has changed is a symbol, since code between the graphs
+      may give another at every step.
+    - ``recompile_limit``: a frame is compiled for so many values of what it is guarded by, and no more in silence.
+    """
+    from torch._dynamo import config
+
+    values = {
+        "trace_numpy": False,
+        "automatic_dynamic_shapes": True,
+        "recompile_limit": MOST_OF_A_FRAME,
+        "fail_on_recompile_limit_hit": True,
+    }
+    with ExitStack() as stack:
+        for name, value in values.items():
+            stack.enter_context(patched(Setting(config, name), value))
         yield
 
 
