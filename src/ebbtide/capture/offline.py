@@ -50,7 +50,7 @@ class _Reader:
     def take_graph(self, graph: DynamoGraph) -> None:
         pass
 
-    def take_results(self, results: Sequence[object]) -> None:
+    def take_results(self, results: Sequence[object], inputs: Sequence[object]) -> None:
         pass
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> NoReturn:

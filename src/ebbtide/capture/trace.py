@@ -107,8 +107,8 @@ class Partitioner(Protocol):
         """The graph that is traced next, to be traced again where gradients arrive in other memory layouts."""
         ...
 
-    def take_results(self, results: Sequence[object]) -> None:
-        """What a call of the step has given, before the model's own code has it."""
+    def take_results(self, results: Sequence[object], inputs: Sequence[object]) -> None:
+        """What a call of the step has given for ``inputs``, before the model's own code has it."""
         ...
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -281,7 +281,7 @@ def _told_to(kept: Callable[[], Partitioner], compiled: Callable[..., Any]) -> C
 
     def run(*inputs: Any) -> Any:
         results = compiled(*inputs)
-        kept().take_results(results)
+        kept().take_results(results, inputs)
         return results
 
     return run

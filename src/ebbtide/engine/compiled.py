@@ -246,7 +246,7 @@ class Capture(TracedGraph):
     def take_inputs(self, inputs: Sequence[object]) -> None:
         """Who they are is seen at the first run (``Step.look_at_inputs``)."""
 
-    def take_results(self, results: Sequence[object]) -> None:
+    def take_results(self, results: Sequence[object], inputs: Sequence[object]) -> None:
         """Watch those from which others are computed."""
         note_results(results)
 

@@ -75,6 +75,7 @@ _logger = logging.getLogger("ebbtide")
 _UNBOUNDED = Budget(bytes=1 << 50)
 _SLACK_BYTES = 2**10
 _EVERY = 100
+_MOST_SAID = 4
 _MOST_SIZES = 64
 """Of one graph, at which it is kept."""
 GAP = "ebbtide.gap"
@@ -100,15 +101,15 @@ class _Graph(TracedGraph):
     def __init__(self, *, device: str, name: str, verify: Any) -> None:
         super().__init__(device=device, name=name)
         self._verify = verify
-        self._pieces: OrderedDict[tuple[int, ...], _Piece] = OrderedDict()
+        self.pieces: OrderedDict[tuple[int, ...], _Piece] = OrderedDict()
 
     def take_inputs(self, inputs: Sequence[object]) -> None:
         """Seen at its first run."""
 
-    def take_results(self, results: Sequence[object]) -> None:
-        """The node of the forward that has just run is in the graph of what it gave."""
+    def take_results(self, results: Sequence[object], inputs: Sequence[object]) -> None:
+        """The node of the forward that has just run is in the graph of what it gave, or has changed."""
         if _here.run is not None:
-            _here.run.gave(results)
+            _here.run.gave(results, inputs)
 
     def partition(self, joint: fx.GraphModule, forward_output_count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Keep the joint graph, whose sizes may be symbols.
@@ -136,25 +137,18 @@ class _Graph(TracedGraph):
         """Runs as it is."""
         return boxed(boxed_callable(graph))
 
-    def _sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(each for each in args if isinstance(each, int)) if self.symbolic else ()
-
-    def knows(self, args: Sequence[Any]) -> bool:
-        """Whether it has run at the sizes among ``args``."""
-        return self._sizes(args) in self._pieces
-
     def piece(self, args: Sequence[Any], call: Call) -> _Piece:
         """At the sizes among ``args``."""
-        sizes = self._sizes(args)
-        if sizes not in self._pieces:
+        sizes = tuple(each for each in args if isinstance(each, int)) if self.symbolic else ()
+        if sizes not in self.pieces:
             step = Step(cast("Capture", self), verify=self._verify)
             step.piece.captured = self.at(args)
             step.piece.see_inputs(args, call, whole=False)
-            self._pieces[sizes] = _Piece(self, step)
-            if len(self._pieces) > _MOST_SIZES:
-                self._pieces.popitem(last=False)
-        self._pieces.move_to_end(sizes)
-        return self._pieces[sizes]
+            self.pieces[sizes] = _Piece(self, step)
+            if len(self.pieces) > _MOST_SIZES:
+                self.pieces.popitem(last=False)
+        self.pieces.move_to_end(sizes)
+        return self.pieces[sizes]
 
 
 class _Piece:
@@ -220,6 +214,7 @@ class _Sequence:
         request: the number of what was asked for when it was planned.
         steps: how many there were.
         due: the next that is recorded.
+        kept_bytes: by its occurrences for their backwards.
         above_bytes: as measured last.
     """
 
@@ -231,6 +226,7 @@ class _Sequence:
     request: int = -1
     steps: int = 0
     due: int = 2
+    kept_bytes: int = 0
     above_bytes: int | None = None
 
     @property
@@ -295,19 +291,18 @@ class _Run:
         graphs = sequence.graphs
         self.as_planned = self.as_planned and index < len(graphs) and graphs[index] is graph
         planned = self.as_planned and sequence.plan is not None
-        if self.record is not None and not graph.knows(args):
+        if self.record is not None and not graph.pieces:
             self.record.end()  # ops that are new are timed, which no profiler may see
             self.record = None
         with self.host.aside(self.now.device):
             piece = graph.piece(args, self.call)
             if planned and sequence.planned[index] is piece:
                 return piece, sequence.executables[index]
-            self.same_sizes = self.same_sizes and not planned
-            if planned and (found := self.host.resized(piece, sequence.executables[index])) is not None:
-                return piece, found
-            if piece.least_kept is None:
-                piece.least_kept = self.host.at_least_kept(piece)
-        return piece, piece.least_kept
+            if planned:
+                self.same_sizes = False
+                if (found := self.host.resized(piece, sequence.executables[index])) is not None:
+                    return piece, found
+            return piece, self.host.at_least_kept(piece)
 
     def _sources(
         self, captured: Captured, args: list[Any]
@@ -342,11 +337,13 @@ class _Run:
                 self._given[watch.key] = (index, len(occurrence.outputs))
             occurrence.outputs.append(watch)
 
-    def gave(self, results: Sequence[object]) -> None:
-        """The forward that ran last has given ``results``."""
+    def gave(self, results: Sequence[object], inputs: Sequence[object]) -> None:
+        """The forward that ran last has given ``results`` for ``inputs``."""
         latest, self._latest = self._latest, None
         if latest is not None:
-            latest.pending.register(results)
+            captured = latest.piece.captured
+            changed = [value for node, value in zip(captured.primals, inputs, strict=False) if node in captured.mutated]
+            latest.pending.register([results, changed])
 
     def abandon(self) -> None:
         """The call has raised."""
@@ -406,6 +403,7 @@ class StepInPieces:
         self._sequences: dict[object, _Sequence] = {}
         self._refused: list[CaptureError] = []
         self._verdict: BudgetExceeded | str = ""
+        self._ways = 0
         self._restore: Callable[[], None] | None = None
         self._stance = OwnCompileMode()
         held = weakref.ref(self)
@@ -482,13 +480,22 @@ class StepInPieces:
         run = _Run(self, sequence, call, now)
         self._restore = self._snapshot(call, sequence, now)
         outputs = self._run(run, call, now, resident)
-        known, sequence.occurrences = sequence.graphs, run.occurrences
-        if known != sequence.graphs:
-            self._say_new(sequence, first=not known)
-            sequence.plan, sequence.taken, sequence.due = None, (), sequence.steps + 1
+        self._learn(run, sequence)
         self.last = sequence
         self.model.calls.count_planned()
         return outputs
+
+    def _learn(self, run: _Run, sequence: _Sequence) -> None:
+        """What has run is the sequence, unless it is the planned one at sizes that take no more."""
+        known, kept = sequence.graphs, sum(map(_leaves_bytes, run.occurrences))
+        if [each.piece.graph for each in run.occurrences] != known:
+            self._say_new(run, first=not known)
+            sequence.plan, sequence.taken, sequence.due = None, (), sequence.steps + 1
+        elif sequence.plan is not None and not run.same_sizes:
+            if kept <= sequence.kept_bytes:
+                return
+            sequence.request = -1  # planned again, for these sizes
+        sequence.occurrences, sequence.kept_bytes = run.occurrences, kept
 
     def _run(self, run: _Run, call: Call, now: CallContext, resident: int) -> Any:
         sequence = run.sequence
@@ -535,19 +542,18 @@ class StepInPieces:
 
         return restore
 
-    def _say_new(self, sequence: _Sequence, *, first: bool) -> None:
-        pieces = format_count(len(sequence.occurrences), "piece")
-        what = "runs" if first else "has come another way, and runs"
-        refused = f"; {len(self._refused)} parts are not planned: {self._refused[-1]}" if self._refused else ""
-        _logger.warning(
-            "%s %s in %s, since %s. This step and the next keep as little as "
-            "they can between forward and backward; the third is planned%s",
-            self.model.plain_class.__name__,
-            what,
-            pieces,
-            str(self.why).rpartition("Why: ")[2].strip().replace("\n", " "),
-            refused,
-        )
+    def _say_new(self, run: _Run, *, first: bool) -> None:
+        self._ways += 1
+        if self._ways > _MOST_SAID:
+            return
+        name, pieces = self.model.plain_class.__name__, format_count(len(run.occurrences), "piece")
+        keeps = "This step and the next keep as little as they can for their backward; the third is planned"
+        if first:
+            why = " ".join(str(self.why).rpartition("Why: ")[2].split())
+            _logger.warning("%s runs in %s, since %s. %s", name, pieces, why.rstrip("."), keeps)
+        else:
+            more = "" if self._ways < _MOST_SAID else ". Of further ones nothing is said"
+            _logger.warning("%s has gone another way, in %s. %s%s", name, pieces, keeps, more)
 
     # -- its plan -----------------------------------------------------------------------------------------------
 
@@ -563,14 +569,20 @@ class StepInPieces:
 
     def at_least_kept(self, piece: _Piece) -> Executable:
         """``piece`` under the plan that keeps least for its backward (definition 2)."""
-        program = piece.program
-        kept = replace(program, between_bytes=unplanned_bytes(program))
-        plan = make_plan(kept, _UNBOUNDED, resident_bytes=0, options=PlanningOptions(planner=LEAST_MEMORY))
-        return self._lowered(piece, replace(plan, program=program))
+        if piece.least_kept is None:
+            others = (each.least_kept for each in piece.graph.pieces.values())
+            known = next((each for each in others if each is not None), None)
+            piece.least_kept = None if known is None else self.resized(piece, known)
+        if piece.least_kept is None:
+            program = piece.program
+            kept = replace(program, between_bytes=unplanned_bytes(program))
+            plan = make_plan(kept, _UNBOUNDED, resident_bytes=0, options=PlanningOptions(planner=LEAST_MEMORY))
+            piece.least_kept = self._lowered(piece, replace(plan, program=program))
+        return piece.least_kept
 
     def resized(self, piece: _Piece, executable: Executable) -> Executable | None:
         """The schedule of a plan for ``piece``, the same graph at other sizes; ``None`` if it does not do."""
-        program, plan = piece.program, executable.plan
+        program, plan = piece.captured.program, executable.plan  # no op is timed for it
         if len(program.ops) != len(plan.program.ops) or check(program, plan.schedule):
             return None
         return self._lowered(piece, replace(plan, program=program))
@@ -755,6 +767,11 @@ def _gap(sequence: _Sequence, index: int, numbers: Sequence[int]) -> Occurrence 
         tuple(Output(given, tangent) for given, tangent in enumerate(tangents)),
     )
     return Occurrence(piece, tuple((numbers[giver], output) for giver, output, _ in taken))
+
+
+def _leaves_bytes(occurrence: _Occurrence) -> int:
+    executable = occurrence.pending.executable
+    return 0 if executable is None else executable.leaves_bytes
 
 
 def _weights(captured: Captured, piece: Piece, given: Sequence[int]) -> tuple[str, ...]:

@@ -308,13 +308,16 @@ def _every_frame(settings: Settings, callback: Any, _: types.CodeType) -> Callab
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as Strategy
     from torch._dynamo.types import ConvertFrameReturn
 
-    as_it_is = Strategy(Action.SKIP, Action.SKIP)
+    as_it_is, without_it = Strategy(Action.SKIP, Action.SKIP), Strategy(Action.SKIP, Action.DEFAULT)
 
     def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if frame.f_code.co_filename.startswith(_OURS) and not frame.f_code.co_name.startswith(STEP):
             return ConvertFrameReturn(frame_exec_strategy=as_it_is, apply_to_code=False)
         with settings(), while_nobody_steps():
-            return callback(frame, *args, **kwargs)
+            made = callback(frame, *args, **kwargs)
+        if made.frame_exec_strategy.cur_action == Action.RUN_ONLY:  # at the limit of graphs for one frame
+            return ConvertFrameReturn(frame_exec_strategy=without_it, apply_to_code=False)
+        return made
 
     compile_frame._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
     return compile_frame

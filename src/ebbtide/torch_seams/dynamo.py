@@ -39,8 +39,7 @@ __all__ = [
     "without_the_compilers_words",
 ]
 
-MOST_OF_A_FRAME = 32
-"""Graphs of one frame of a step in pieces."""
+_MOST_OF_A_FRAME = 8
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # what maybe_mark_dynamic leaves on a tensor
 
 
@@ -273,17 +272,21 @@ def several_graphs_settings() -> Iterator[None]:
     - ``trace_numpy`` off: NumPy computes by itself.
     - ``automatic_dynamic_shapes`` on: a size or a number that has changed is a symbol, since code between the graphs
       may give another at every step.
-    - ``recompile_limit``: a frame is compiled for so many values of what it is guarded by, and no more in silence.
+    - ``recompile_limit``: a frame that is compiled for so many values of what it is guarded by runs as in eager from
+      then on, and what it calls is compiled by itself. The trace says nothing of either.
     """
     from torch._dynamo import config
 
     values = {
         "trace_numpy": False,
         "automatic_dynamic_shapes": True,
-        "recompile_limit": MOST_OF_A_FRAME,
-        "fail_on_recompile_limit_hit": True,
+        "recompile_limit": _MOST_OF_A_FRAME,
     }
+    log = logging.getLogger("torch._dynamo")
+    level = log.level
     with ExitStack() as stack:
+        stack.callback(log.setLevel, level)
+        log.setLevel(logging.ERROR)
         for name, value in values.items():
             stack.enter_context(patched(Setting(config, name), value))
         yield
