@@ -191,6 +191,7 @@ class _Occurrence:
         through: primals that take a gradient and come out of a gap, with their bytes.
         outputs: watches the outputs, without new values of inputs.
         used: of these, those that a later occurrence has read.
+        died: outputs of earlier ones that nobody has any more, since the one before.
     """
 
     piece: _Piece
@@ -199,6 +200,7 @@ class _Occurrence:
     through: dict[int, int]
     outputs: list[StorageWatch | None] = field(default_factory=list[StorageWatch | None])
     used: set[int] = field(default_factory=set[int])
+    died: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 @dataclass(eq=False)
@@ -248,7 +250,9 @@ class _Run:
     """One call."""
 
     def __init__(self, host: StepInPieces, sequence: _Sequence, call: Call, now: CallContext) -> None:
-        self.host, self.sequence, self.call, self.now = host, sequence, call, now
+        self.host, self.sequence, self.now = host, sequence, now
+        self.call: Call | None = call
+        """While its forward runs; it holds a batch."""
         self.occurrences: list[_Occurrence] = []
         self.record: MarkedRecord | None = None
         self.order: list[int] = []
@@ -274,6 +278,7 @@ class _Run:
             pending.measuring.restore = self.host.restore
         sources, through = self._sources(piece.captured, args)
         self._latest = occurrence = _Occurrence(piece, pending, sources, through)
+        occurrence.died = [*self._dead()]
         self.occurrences.append(occurrence)
         if self.record is not None:
             self.record.mark()
@@ -295,6 +300,7 @@ class _Run:
             self.record.end()  # ops that are new are timed, which no profiler may see
             self.record = None
         with self.host.aside(self.now.device):
+            assert self.call is not None
             piece = graph.piece(args, self.call)
             if planned and sequence.planned[index] is piece:
                 return piece, sequence.executables[index]
@@ -324,6 +330,14 @@ class _Run:
             if each is not None:
                 self.occurrences[each[0]].used.add(each[1])
         return tuple(sources), through
+
+    def _dead(self) -> Iterator[tuple[int, int]]:
+        """Outputs that no later occurrence has read and that are gone, each once."""
+        for giver, each in enumerate(self.occurrences):
+            for output, watch in enumerate(each.outputs):
+                if watch is not None and output not in each.used and not watch.alive:
+                    each.outputs[output] = None
+                    yield giver, output
 
     def _see_outputs(self, index: int, occurrence: _Occurrence, results: Sequence[Any]) -> None:
         captured = occurrence.piece.captured
@@ -396,17 +410,17 @@ class StepInPieces:
 
     def __init__(self, model: FittedModel, call: Call, why: CaptureError) -> None:
         self.model = model
-        self.why = why
+        self._why = " ".join(str(why).rpartition("Why: ")[2].split()).rstrip(".")  # the error itself holds the call
         self.last: _Sequence | None = None
         self._device = call.device
         self._graphs: list[_Graph] = []
         self._sequences: dict[object, _Sequence] = {}
-        self._refused: list[CaptureError] = []
+        self._refused: list[str] = []
         self._verdict: BudgetExceeded | str = ""
         self._ways = 0
         self._restore: Callable[[], None] | None = None
         self._stance = OwnCompileMode()
-        held = weakref.ref(self)
+        held, refused = weakref.ref(self), self._refused
 
         def piece() -> _Graph:
             host = held()
@@ -419,7 +433,7 @@ class StepInPieces:
             host._graphs.append(made)
             return made
 
-        self._compiled = compile_in_pieces(piece, self._refused.append)
+        self._compiled = compile_in_pieces(piece, lambda error: refused.append(str(error)))
         self._forget = weakref.finalize(self, forget_step, self._compiled)
         self._forget.atexit = False
 
@@ -515,7 +529,7 @@ class StepInPieces:
                 self._restore()
             raise
         finally:
-            _here.run = before
+            _here.run, run.call = before, None
         if run.record is not None:
             run.record.forward_returned()
         leave(watches_of(returned_tensors(outputs)))
@@ -549,8 +563,7 @@ class StepInPieces:
         name, pieces = self.model.plain_class.__name__, format_count(len(run.occurrences), "piece")
         keeps = "This step and the next keep as little as they can for their backward; the third is planned"
         if first:
-            why = " ".join(str(self.why).rpartition("Why: ")[2].split())
-            _logger.warning("%s runs in %s, since %s. %s", name, pieces, why.rstrip("."), keeps)
+            _logger.warning("%s runs in %s, since %s. %s", name, pieces, self._why, keeps)
         else:
             more = "" if self._ways < _MOST_SAID else ". Of further ones nothing is said"
             _logger.warning("%s has gone another way, in %s. %s%s", name, pieces, keeps, more)
@@ -663,8 +676,10 @@ class StepInPieces:
             numbers.append(len(occurrences))
             occurrences.append(Occurrence(piece, tuple(sources), _weights(captured, piece, positions)))
         stitched = stitch(self.model.plain_class.__name__, occurrences)
-        between = max(sequence.forward_gap(len(numbers)).own_peak_bytes, 0)
-        return replace(stitched, program=replace(stitched.program, between_bytes=between)), numbers
+        window, program = sequence.forward_gap(len(numbers)), stitched.program
+        held = window.left_bytes - sum(each.bytes for each in program.buffers if each.producer is None)
+        program = replace(program, between_bytes=max(window.own_peak_bytes, 0), held_bytes=held)
+        return replace(stitched, program=program), numbers
 
     # -- its bytes ----------------------------------------------------------------------------------------------
 
@@ -731,17 +746,18 @@ def _gap(sequence: _Sequence, index: int, numbers: Sequence[int]) -> Occurrence 
     through = sequence.occurrences[index].through
     before, back = sequence.forward_gap(index), sequence.backward_gap(index).own_peak_bytes
     peak = before.own_peak_bytes
-    if not through and max(peak, back) <= SCALARS_BYTES:
+    died = sequence.occurrences[index].died
+    if not through and not died and max(peak, back) <= SCALARS_BYTES:
         return None
     given = [through[position] for position in sorted(through)]
     rest = max(before.own_left_bytes - sum(given), 0)
-    taken = [
-        (giver, output, bytes_)
-        for giver, each in enumerate(sequence.occurrences[:index])
-        for output, bytes_ in enumerate(_tangents_of(each))
-        if bytes_ and output not in each.used and _next_gap(sequence, giver) == index
-    ]
-    sizes = [bytes_ for _, _, bytes_ in taken]
+    taken: list[tuple[int, int, int]] = []
+    for giver, each in enumerate(sequence.occurrences[:index]):
+        for output, bytes_ in enumerate(_tangents_of(each)):
+            reached = bytes_ and output not in each.used and _next_gap(sequence, giver) == index
+            if reached or (giver, output) in died:
+                taken.append((giver, output, bytes_))
+    sizes = [bytes_ for _, _, bytes_ in taken if bytes_]
     buffers = [Buffer(f"gap{index}.given{i}", size, 0) for i, size in enumerate((*given, rest))]
     tangents = tuple(range(len(buffers), len(buffers) + len(given)))
     buffers += [Buffer(f"gap{index}.tangent{i}", size, None) for i, size in enumerate(given)]
@@ -761,9 +777,10 @@ def _gap(sequence: _Sequence, index: int, numbers: Sequence[int]) -> Occurrence 
         ),
     )
     program = Program(f"gap{index}", ops, tuple(buffers), 1, forward_outputs=kept, gradients=gradients)
+    given_back = iter(gradients)
     piece = Piece(
         program,
-        tuple(Input((0,), each) for each in gradients),
+        tuple(Input((0,), next(given_back) if bytes_ else None) for _, _, bytes_ in taken),
         tuple(Output(given, tangent) for given, tangent in enumerate(tangents)),
     )
     return Occurrence(piece, tuple((numbers[giver], output) for giver, output, _ in taken))
