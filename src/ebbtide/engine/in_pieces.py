@@ -45,6 +45,7 @@ from ebbtide.engine.traced_graph import TracedGraph
 from ebbtide.engine.validity import LEAST_MEMORY, Validity
 from ebbtide.errors import BudgetExceeded, CaptureError, InternalError, VerificationError
 from ebbtide.faults import users_level
+from ebbtide.measurement.cpu_allocations import profiler_active
 from ebbtide.measurement.garbage import collect_garbage
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.step_record import MarkedRecord, Taken, ask_to_record
@@ -171,6 +172,11 @@ class _Piece:
         found = self.step.piece.captured
         assert found is not None
         return found
+
+    @property
+    def may_be_timed(self) -> bool:
+        """Whether its ops are, or can be: not while somebody's profiler runs."""
+        return self._program is not None or not profiler_active()
 
     @property
     def program(self) -> Program:
@@ -587,7 +593,7 @@ class StepInPieces:
             known = next((each for each in others if each is not None), None)
             piece.least_kept = None if known is None else self.resized(piece, known)
         if piece.least_kept is None:
-            program = piece.program
+            program = piece.program if piece.may_be_timed else piece.captured.program
             kept = replace(program, between_bytes=unplanned_bytes(program))
             plan = make_plan(kept, _UNBOUNDED, resident_bytes=0, options=PlanningOptions(planner=LEAST_MEMORY))
             piece.least_kept = self._lowered(piece, replace(plan, program=program))
@@ -622,6 +628,8 @@ class StepInPieces:
         if plan is not None and sequence.request == request.number:
             if resident + plan.timeline.above_bytes <= plan.budget_bytes:
                 return
+        if not all(each.piece.may_be_timed for each in sequence.occurrences):
+            return  # it runs as it did; a step that nobody watches is planned
         collect_garbage()
         stitched, numbers = self._stitched(sequence)
         verify = self.model.configuration.verify
