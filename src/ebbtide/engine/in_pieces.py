@@ -722,7 +722,8 @@ class StepInPieces:
         whole = len(record.taken) == 4 * count + 1 and run.order == [*reversed(range(count))]
         whole = whole and run.as_planned and run.same_sizes
         sequence.above_bytes = record.highest_bytes - resident
-        sequence.due = 1 << steps.bit_length() if steps < _EVERY else steps + _EVERY
+        if run.as_planned:  # else it is new, and the next is recorded
+            sequence.due = 1 << steps.bit_length() if steps < _EVERY else steps + _EVERY
         if not sequence.taken and whole:
             sequence.taken = tuple(record.taken)
         plan = sequence.plan
