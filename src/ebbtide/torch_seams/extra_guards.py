@@ -330,8 +330,15 @@ def _of_attributes_of_dictionaries(below: _Below) -> _Below:
 
 
 def _same_attribute(name: str, value: Any) -> Callable[[Any], bool]:
+    if _is_entry(name, value):  # with which it changes, as in an output of a model of ``transformers``
+        return partial(_is_entry, name)
     expected = Held(vars(value).get(name, value))
     return lambda now: expected.is_now(vars(now).get(name, now))
+
+
+def _is_entry(name: str, now: Any) -> bool:
+    """Whether an attribute is what the dictionary itself has under its name, which Dynamo guards."""
+    return name in now and dict.get(now, name) is vars(now).get(name, now)
 
 
 def _of_identity(below: _Below) -> _Below:
