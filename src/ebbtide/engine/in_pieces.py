@@ -194,7 +194,8 @@ class _Occurrence:
         piece: that runs.
         pending: its forward and backward.
         sources: per primal the earlier occurrence and output that gave it; ``None`` for others.
-        through: primals that take a gradient and come out of a gap, with their bytes.
+        through: primals that take a gradient and come out of the gap before, with their bytes.
+        shared: likewise, out of a gap before an earlier occurrence, which has read it: that one, and its primal.
         outputs: watches the outputs, without new values of inputs.
         used: of these, those that a later occurrence has read.
         died: outputs of earlier ones that nobody has any more, since the one before.
@@ -204,6 +205,7 @@ class _Occurrence:
     pending: PendingStep
     sources: tuple[tuple[int, int] | None, ...]
     through: dict[int, int]
+    shared: dict[int, tuple[int, int]]
     outputs: list[StorageWatch | None] = field(default_factory=list[StorageWatch | None])
     used: set[int] = field(default_factory=set[int])
     died: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -265,6 +267,7 @@ class _Run:
         self.as_planned = self.same_sizes = True
         self._latest: _Occurrence | None = None
         self._given: dict[int, tuple[int, int]] = {}
+        self._passed: dict[int, tuple[StorageWatch, tuple[int, int]]] = {}  # what has come out of gaps, by storage
 
     def forward(self, graph: _Graph, args: list[Any]) -> Any:
         """The next occurrence, of ``graph``."""
@@ -282,8 +285,8 @@ class _Run:
         pending.measuring.gauge = None  # its window would span the others
         if pending.proves:
             pending.measuring.restore = self.host.restore
-        sources, through = self._sources(piece.captured, args)
-        self._latest = occurrence = _Occurrence(piece, pending, sources, through)
+        sources, through, shared = self._sources(piece.captured, args)
+        self._latest = occurrence = _Occurrence(piece, pending, sources, through, shared)
         occurrence.died = [*self._dead()]
         self.occurrences.append(occurrence)
         if self.record is not None:
@@ -318,24 +321,31 @@ class _Run:
 
     def _sources(
         self, captured: Captured, args: list[Any]
-    ) -> tuple[tuple[tuple[int, int] | None, ...], dict[int, int]]:
+    ) -> tuple[tuple[tuple[int, int] | None, ...], dict[int, int], dict[int, tuple[int, int]]]:
         """Where primals are from, and those that take a gradient and come out of a gap."""
         sources: list[tuple[int, int] | None] = []
         through: dict[int, int] = {}
+        shared: dict[int, tuple[int, int]] = {}
         gradients = captured.outputs[captured.forward_output_count :]
         for position, value in enumerate(args):
             if not isinstance(value, torch.Tensor):
                 sources.append(None)
                 continue
-            found = self._given.get(StorageWatch(value).key)
+            watch = StorageWatch(value)
+            found = self._given.get(watch.key)
             sources.append(found)
             own = bool(captured.parameters[position])
-            if found is None and not own and isinstance(gradients[position], fx.Node) and self.occurrences:
+            if found is not None or own or not isinstance(gradients[position], fx.Node) or not self.occurrences:
+                continue
+            if watch.key in self._passed:
+                shared[position] = self._passed[watch.key][1]
+            else:
                 through[position] = value.nbytes
+                self._passed[watch.key] = watch, (len(self.occurrences), position)
         for each in sources:
             if each is not None:
                 self.occurrences[each[0]].used.add(each[1])
-        return tuple(sources), through
+        return tuple(sources), through, shared
 
     def _dead(self) -> Iterator[tuple[int, int]]:
         """Outputs that no later occurrence has read and that are gone, each once."""
@@ -667,18 +677,24 @@ class StepInPieces:
         occurrences: list[Occurrence] = []
         numbers: list[int] = []
         pieces: dict[tuple[int, tuple[int, ...]], Piece] = {}
+        gaps: dict[int, int] = {}
         for index, each in enumerate(sequence.occurrences):
             if (gap := _gap(sequence, index, numbers)) is not None:
+                gaps[index] = len(occurrences)
                 occurrences.append(gap)
             captured = replace(each.piece.captured, program=each.piece.program)
             through = sorted(each.through)
-            positions = sorted({p for p, source in enumerate(each.sources) if source is not None} | set(through))
+            direct = {position for position, source in enumerate(each.sources) if source is not None}
+            positions = sorted(direct.union(through, each.shared))
             key = (id(each.piece), tuple(positions))
             piece = pieces.setdefault(key, piece_of(captured, positions))
             sources: list[tuple[int, int] | None] = []
             for position in positions:
                 if position in each.through:
-                    sources.append((len(occurrences) - 1, through.index(position)))
+                    sources.append((gaps[index], through.index(position)))
+                elif position in each.shared:
+                    first, there = each.shared[position]
+                    sources.append((gaps[first], sorted(sequence.occurrences[first].through).index(there)))
                 elif (source := each.sources[position]) is not None:
                     sources.append((numbers[source[0]], source[1]))
             numbers.append(len(occurrences))
