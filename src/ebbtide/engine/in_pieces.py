@@ -43,14 +43,17 @@ from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
 from ebbtide.engine.traced_graph import TracedGraph
 from ebbtide.engine.validity import LEAST_MEMORY, Validity
-from ebbtide.errors import BudgetExceeded, CaptureError, InternalError, VerificationError
+from ebbtide.errors import BudgetError, BudgetExceeded, CaptureError, VerificationError
 from ebbtide.faults import users_level
 from ebbtide.measurement.cpu_allocations import profiler_active
 from ebbtide.measurement.garbage import collect_garbage
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.step_record import MarkedRecord, Taken, ask_to_record
+from ebbtide.planners.bounds.floor import floor_bytes
+from ebbtide.planning.asked import Asked
 from ebbtide.planning.pieces import schedule_at_home
 from ebbtide.planning.pipeline import PlanningOptions, make_plan
+from ebbtide.planning.refusals import budget_error
 from ebbtide.planning.step_end import SCALARS_BYTES
 from ebbtide.ranks.member import ALONE
 from ebbtide.report.plan import Plan
@@ -58,7 +61,8 @@ from ebbtide.step.legality import check
 from ebbtide.step.pieces import Input, Occurrence, Output, Piece, Stitched, stitch
 from ebbtide.step.program import Buffer, Op, Program
 from ebbtide.step.schedule import Schedule
-from ebbtide.step.unplanned import unplanned_bytes
+from ebbtide.step.simulate import simulate
+from ebbtide.step.unplanned import unplanned_bytes, unplanned_schedule
 from ebbtide.torch_seams.aot import boxed, mutated_inputs
 from ebbtide.torch_seams.compile_mode import OwnCompileMode
 from ebbtide.torch_seams.direct_calls import boxed_callable
@@ -70,7 +74,7 @@ if TYPE_CHECKING:
     from ebbtide.engine.compiled import Capture
     from ebbtide.engine.model import FittedModel
 
-__all__ = ["StepInPieces", "may_run_in_pieces"]
+__all__ = ["IN_PIECES", "StepInPieces", "may_run_in_pieces"]
 
 _logger = logging.getLogger("ebbtide")
 _UNBOUNDED = Budget(bytes=1 << 50)
@@ -79,6 +83,11 @@ _EVERY = 100
 _MOST_SAID = 4
 _MOST_SIZES = 64
 """Of one graph, at which it is kept."""
+IN_PIECES = (
+    'Or plan the parts of the step that are graphs: fit(..., options=ebbtide.Options(pieces="auto")); the code between '
+    "them runs as in eager"
+)
+"""What a refusal of a call adds that is not one graph."""
 GAP = "ebbtide.gap"
 """Target of what runs between two pieces."""
 
@@ -649,20 +658,10 @@ class StepInPieces:
         options = replace(
             self.model.configuration.planning, alternatives=None, made=None, quick=False, tiers=(), machine=None
         )
-        made: list[Plan] = []
-
-        def answer(above_bytes: int) -> Schedule:
-            within = Budget(bytes=max(above_bytes, 0) + resident + reserve)
-            made.append(
-                make_plan(stitched.program, within, resident_bytes=resident, reserve_bytes=reserve, options=options)
-            )
-            return made[-1].schedule
-
-        home = schedule_at_home(stitched, limit - resident - reserve, answer)
-        if home is None:
-            answer(0)  # which refuses it, with what would do
-            raise InternalError("a step that takes nothing could not be planned")
-        plan = replace(made[-1], schedule=home, budget_bytes=limit, case=self.model.plain_class.__name__)
+        asked = Asked(budget=Budget(bytes=limit), resident_bytes=resident, reserve_bytes=reserve, options=options)
+        least = self._at_least_kept(stitched, sequence, numbers)
+        plan = replace(_plan_at_home(stitched, asked, least), case=self.model.plain_class.__name__)
+        home = plan.schedule
         cut = stitched.cut(home)
         sequence.planned = [each.piece for each in sequence.occurrences]
         sequence.executables = [
@@ -671,6 +670,13 @@ class StepInPieces:
         ]
         sequence.plan, sequence.request = plan, request.number
         sequence.due = min(sequence.due, sequence.steps)
+
+    def _at_least_kept(self, stitched: Stitched, sequence: _Sequence, numbers: Sequence[int]) -> Schedule:
+        """The schedules of the first steps, joined; a gap runs each op once."""
+        schedules = [unplanned_schedule(each.piece.program) for each in stitched.occurrences]
+        for each, number in zip(sequence.occurrences, numbers, strict=True):
+            schedules[number] = self.at_least_kept(each.piece).plan.schedule
+        return stitched.joined(schedules)
 
     def _stitched(self, sequence: _Sequence) -> tuple[Stitched, list[int]]:
         """The step as one program, and the numbers of its occurrences among those of gaps."""
@@ -764,6 +770,56 @@ class StepInPieces:
             raise verdict
         if verdict:
             warnings.warn(verdict, stacklevel=users_level())
+
+
+def _plan_at_home(stitched: Stitched, asked: Asked, least: Schedule) -> Plan:
+    """A plan whose reruns are at home; ``least`` is one that is, to be run where none of the planner's fits.
+
+    Raises:
+        BudgetError: if there is none within the budget, with the smallest that has one.
+    """
+    program, held = stitched.program, asked.held_bytes
+    limit = asked.budget_bytes(program)
+    made: list[Plan] = []
+
+    def answer(above_bytes: int) -> Schedule | None:
+        budget = Budget(bytes=max(above_bytes, 0) + held)
+        try:
+            plan = make_plan(
+                program,
+                budget,
+                resident_bytes=asked.resident_bytes,
+                reserve_bytes=asked.reserve_bytes,
+                options=asked.options,
+            )
+        except BudgetError as error:
+            smallest.append(error.smallest_bytes)
+            return None
+        made.append(plan)
+        return plan.schedule
+
+    def at_home(above_bytes: int) -> Schedule | None:
+        found = schedule_at_home(stitched, above_bytes, answer)
+        return least if found is None and needed <= above_bytes else found
+
+    needed, smallest = simulate(program, least).above_bytes, list[int]()
+    home = at_home(limit - held)
+    if home is None:
+        named = max(smallest[0] if smallest else 0, limit + 1)
+        if at_home(named - held) is None:
+            named = held + needed
+        floor, op = floor_bytes(program)
+        raise budget_error(
+            asked,
+            program,
+            floor=(held + floor, op),
+            smallest=named,
+            unplanned=asked.resident_bytes + unplanned_bytes(program),
+            interrupted=False,
+        )
+    if not made:
+        answer(needed)
+    return replace(made[-1], schedule=home, budget_bytes=limit)
 
 
 def _gap(sequence: _Sequence, index: int, numbers: Sequence[int]) -> Occurrence | None:

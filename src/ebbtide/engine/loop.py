@@ -45,7 +45,7 @@ from ebbtide.engine.executor import choose_checks
 from ebbtide.engine.freed_graphs import GRAPH_FREED
 from ebbtide.engine.frozen import watch_frozen
 from ebbtide.engine.gradient_watcher import note_planned_again, own_backwards
-from ebbtide.engine.in_pieces import StepInPieces, may_run_in_pieces
+from ebbtide.engine.in_pieces import IN_PIECES, StepInPieces, may_run_in_pieces
 from ebbtide.engine.linked_outputs import watch_detached
 from ebbtide.engine.model import FittedModel
 from ebbtide.engine.offload_hooks import refuse_place
@@ -159,6 +159,8 @@ def train(
                     return _with_freed_graph(model, call, now, error)
                 elif _takes_gradients(call, now):
                     if not (isinstance(error, CaptureError) and may_run_in_pieces(model, call, now)):
+                        if isinstance(error, CaptureError) and not model.configuration.in_pieces:
+                            error.add_note(IN_PIECES)
                         raise
                     forget_frames(error, handled)
                     model.in_pieces[now.modes] = StepInPieces(model, call, error)

@@ -1,7 +1,7 @@
 """A schedule for a step of several pieces: one of the stitched program whose reruns are all at home.
 
 Planners know nothing of windows (``step.pieces``, definition 6). What they find is brought home, which keeps what a
-rerun reads for longer; where that takes it above the budget, a schedule for as much less is asked for.
+rerun reads for longer; where that takes it above the budget, a schedule for less is asked for, and ever less.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ebbtide.step.simulate import simulate
 
 __all__ = ["schedule_at_home"]
 
-ROUNDS = 4
-"""Of asking; on the models that were tried the first or second answer fits."""
+ROUNDS = 6
+"""Of asking; on the models that were tried the first or second answer fits most often."""
 
 
 def schedule_at_home(
@@ -32,7 +32,7 @@ def schedule_at_home(
     Returns:
         The schedule, legal and with its reruns at home; ``None`` if none was found.
     """
-    asked = budget_bytes
+    asked, less = budget_bytes, 0
     for _ in range(ROUNDS):
         found = answer(asked)
         if found is None:
@@ -41,5 +41,6 @@ def schedule_at_home(
         over_bytes = simulate(stitched.program, home).above_bytes - budget_bytes
         if over_bytes <= 0 and not check(stitched.program, home):
             return home
-        asked -= max(over_bytes, 1)
+        less = max(over_bytes, 2 * less, 1)
+        asked -= less
     return None

@@ -126,6 +126,27 @@ class Stitched:
             found.append(op)
         return found
 
+    def joined(self, schedules: Sequence[Schedule]) -> Schedule:
+        """A schedule of the whole step in which each occurrence runs its own, and the stitching its ops."""
+        placed = {owner: op for op, owner in enumerate(self.owners)}
+        order: list[int | None] = []
+        begun: set[tuple[int, bool]] = set()
+        for op, (run, own) in enumerate(self.owners):
+            after = op >= self.program.boundary
+            if after and None not in order:
+                order.append(None)
+            if own < 0:
+                order.append(op)
+            elif (run, after) not in begun:
+                begun.add((run, after))
+                computes = list(schedules[run].computes)
+                boundary = computes.index(None)
+                part = computes[boundary + 1 :] if after else computes[:boundary]
+                order += [placed[run, each] for each in part if each is not None]
+        if None not in order:
+            order.append(None)
+        return Schedule.from_computes(self.program, order)
+
     def cut(self, schedule: Schedule) -> tuple[Schedule, ...]:
         """What each occurrence runs of a schedule whose reruns are at home, as a schedule of its piece's program."""
         orders: list[list[int | None]] = [[] for _ in self.occurrences]
