@@ -327,22 +327,6 @@ def _layer_drop() -> Subject:
     return Subject(LayerDrop(), lambda: _words(16))
 
 
-class Checks(Language):
-    """Refuses what is not finite."""
-
-    def through(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if not torch.isfinite(x).all():
-                raise FloatingPointError("not finite")
-        return x
-
-
-@_model("gpt, isfinite")
-def _checks() -> Subject:
-    return Subject(Checks(), lambda: _words(16))
-
-
 class Experts(nn.Module):
     """A mixture: each expert takes its tokens, and adds what it makes of them."""
 
