@@ -282,7 +282,8 @@ class _Thread:
         read = {known[b] for b in made.inputs}
         for taken, source in zip(occurrence.piece.inputs, occurrence.sources, strict=True):
             if source is not None and taken.readers and (last or op in taken.readers):
-                read.add(self._output(index, source))
+                if (output := self._output(index, source)) is not None:
+                    read.add(output)
         if last:
             read |= {known[each.tangent] for each in occurrence.piece.outputs if each.tangent is not None}
         self.placed[index][op] = len(self.ops)
@@ -298,11 +299,12 @@ class _Thread:
         )
         self.owners.append((index, op))
 
-    def _output(self, index: int, source: tuple[int, int]) -> int:
+    def _output(self, index: int, source: tuple[int, int]) -> int | None:
+        """``None`` for one that is none of its giver's buffers."""
         giver, number = source
         if not giver < index:
             raise ValueError(f"occurrence {index} takes what occurrence {giver} gives, which does not come before it")
-        return self.known[giver][self.occurrences[giver].piece.outputs[number].buffer]
+        return self.known[giver].get(self.occurrences[giver].piece.outputs[number].buffer)
 
     def _between(self, index: int, target: str, inputs: tuple[int, ...], size: int) -> int:
         """An op of the stitching, at the present end of the program; its output."""
