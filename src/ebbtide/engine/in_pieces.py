@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import fx
@@ -33,11 +33,14 @@ from ebbtide.capture.trace import compile_in_pieces, forget_step, settings_in_pi
 from ebbtide.cost.attach import with_measured_costs
 from ebbtide.cost.profiling_budget import ProfilingBudget, profiling_within
 from ebbtide.engine.call_context import CallContext
+from ebbtide.engine.calls import Calls
 from ebbtide.engine.compiled import Call
+from ebbtide.engine.configuration import Configuration, Request
 from ebbtide.engine.executable import Executable
 from ebbtide.engine.executor import being_watched, choose_checks, run_forward, running_as
 from ebbtide.engine.first_runs import Phase
-from ebbtide.engine.pending_steps import Holdings, Meets, Overlap, PendingStep, returned_tensors
+from ebbtide.engine.optimizer_link import OptimizerLink
+from ebbtide.engine.pending_steps import Holdings, Meets, Overlap, PendingStep, PendingSteps, returned_tensors
 from ebbtide.engine.reserve import reserve_bytes
 from ebbtide.engine.snapshot import snapshot
 from ebbtide.engine.step import Step
@@ -72,7 +75,6 @@ from ebbtide.units import Budget, format_allowed, format_bytes, format_count
 
 if TYPE_CHECKING:
     from ebbtide.engine.compiled import Capture
-    from ebbtide.engine.model import FittedModel
 
 __all__ = ["IN_PIECES", "StepInPieces", "may_run_in_pieces"]
 
@@ -83,6 +85,19 @@ _EVERY = 100
 _MOST_SAID = 4
 _MOST_SIZES = 64
 """Of one graph, at which it is kept."""
+
+
+class Model(Protocol):
+    """What of a fitted model is needed (``model``)."""
+
+    plain_class: type[torch.nn.Module]
+    configuration: Configuration
+    request: Request
+    optimizers: OptimizerLink
+    calls: Calls
+    pending: PendingSteps
+
+
 IN_PIECES = (
     'Or plan the parts of the step that are graphs: fit(..., options=ebbtide.Options(pieces="auto")); the code between '
     "them runs as in eager"
@@ -92,7 +107,7 @@ GAP = "ebbtide.gap"
 """Target of what runs between two pieces."""
 
 
-def may_run_in_pieces(model: FittedModel, call: Call, now: CallContext) -> bool:
+def may_run_in_pieces(model: Model, call: Call, now: CallContext) -> bool:
     """Whether a call that is not one graph is planned as several: not with what only whole steps have."""
     plain = model.request.given_plan is None and not now.updates and model.optimizers.offloaded is None
     return model.configuration.in_pieces and plain and not now.checkpointed and call.ranks is ALONE
@@ -433,7 +448,7 @@ class StepInPieces:
         why: it is not one graph.
     """
 
-    def __init__(self, model: FittedModel, call: Call, why: CaptureError) -> None:
+    def __init__(self, model: Model, call: Call, why: CaptureError) -> None:
         self.model = model
         self._why = " ".join(str(why).rpartition("Why: ")[2].split()).rstrip(".")  # the error itself holds the call
         self.last: _Sequence | None = None

@@ -128,7 +128,7 @@ def train(
             if (freed := model.steps.freed_graphs.refusal_of(call, now)) is not None:
                 return _with_freed_graph(model, call, now, freed)
             if (in_pieces := model.in_pieces.get(now.modes)) is not None:
-                return _in_pieces(in_pieces, call, now)
+                return _in_pieces(model, in_pieces, call, now)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
             fresh = not step.piece.capture.is_made
@@ -237,11 +237,11 @@ def _demand(model: FittedModel, step: Step, now: CallContext) -> Demand:
     return demand_of(step, now, request=model.request, learned=model.learned, optimizers=model.optimizers)
 
 
-def _in_pieces(step: StepInPieces, call: Call, now: CallContext) -> Any:
+def _in_pieces(model: FittedModel, step: StepInPieces, call: Call, now: CallContext) -> Any:
     """``call`` in several graphs (``in_pieces``)."""
     call.ranks.planned()
     outputs = step(call, now)
-    step.model.last = step
+    model.last = step
     return outputs
 
 
