@@ -9,13 +9,15 @@ The way of a call:
 - ``plans``: the plan for a call; ``refinement``: a better one that is looked for beside training;
   ``given``: one that the user gave; ``retained``: room for graphs that are retained;
   ``reserve``: what a budget keeps free; ``resident_by_kind``: what is resident, for refusals and plans.
+- ``in_pieces``: a call that is several graphs, under one budget.
 - ``executor``: what AOTAutograd calls to run a forward and its backward.
 
 What is known of a model:
 
 - ``model``: the parts, and who writes each; ``configuration``: how it was fitted, and what is asked of it.
 - ``captured_steps``: its steps; ``shared_calls``: which calls share a capture; ``step``: one step and its plans.
-- ``piece``: a captured graph and its inputs; ``compiled``: the capture of a call; ``stubs``: what AOTAutograd is given.
+- ``piece``: a captured graph and its inputs; ``compiled``: the capture of a call.
+- ``traced_graph``: a joint graph that is kept; ``stubs``: what AOTAutograd is given.
 - ``executable``: a plan that can run; ``step_code``: its code; ``first_runs``: what is proven and measured of that.
 - ``learned``: what runs have taught: ``user_window`` and ``known_windows``, between forward and backward, where
   ``clearing`` finds out whether old gradients go; ``after``, when the backward has returned. ``judging``: whether a

@@ -2,8 +2,9 @@
 
 1. A *piece* is a traced graph with its plans (``step``); an *occurrence* is one run of it in a step, a *gap* the code
    between two, which runs as in eager. What a piece reads of another's outputs is seen by storage.
-2. The *sequence* of a call's key is the order of its pieces when it ran last. Where none is known, or another piece
-   comes than expected, a piece runs under the plan that keeps least for its backward, and a line of the log says so.
+2. A *sequence* is an order in which the pieces of a call's key have run; the last is expected, and where another piece
+   comes, one that has begun in the same way. Where none is known, a piece runs under the plan that keeps least for its
+   backward, and a line of the log says so.
 3. The second step of a sequence keeps as little, and is recorded: what its gaps take is known then. From the third on
    its programs are *stitched* into one with its gaps (``step.pieces``), which is planned within the budget, and the
    schedule is cut back per occurrence. A graph that comes at other sizes runs the schedule of the same one.
@@ -83,6 +84,8 @@ _UNBOUNDED = Budget(bytes=1 << 50)
 _SLACK_BYTES = 2**10
 _EVERY = 100
 _MOST_SAID = 4
+_MOST_WAYS = 16
+"""Of one key, whose sequences are kept."""
 _MOST_SIZES = 64
 """Of one graph, at which it is kept."""
 
@@ -249,6 +252,7 @@ class _Sequence:
         steps: how many there were.
         due: the next that is recorded.
         kept_bytes: by its occurrences for their backwards.
+        aside_bytes: left free, since a step has taken more than its plan predicted.
         above_bytes: as measured last.
     """
 
@@ -261,6 +265,7 @@ class _Sequence:
     steps: int = 0
     due: int = 2
     kept_bytes: int = 0
+    aside_bytes: int = 0
     above_bytes: int | None = None
 
     @property
@@ -281,14 +286,17 @@ class _Sequence:
 class _Run:
     """One call."""
 
-    def __init__(self, host: StepInPieces, sequence: _Sequence, call: Call, now: CallContext) -> None:
-        self.host, self.sequence, self.now = host, sequence, now
+    def __init__(
+        self, host: StepInPieces, expected: _Sequence, ways: Sequence[_Sequence], call: Call, now: CallContext
+    ) -> None:
+        self.host, self.expected, self.sequence, self.now = host, expected, expected, now
+        self._ways = ways
         self.call: Call | None = call
         """While its forward runs; it holds a batch."""
         self.occurrences: list[_Occurrence] = []
         self.record: MarkedRecord | None = None
         self.order: list[int] = []
-        self.as_planned = self.same_sizes = True
+        self.as_planned = self.same_sizes = self.same_way = True
         self._latest: _Occurrence | None = None
         self._given: dict[int, tuple[int, int]] = {}
         self._passed: dict[int, tuple[StorageWatch, tuple[int, int]]] = {}  # what has come out of gaps, by storage
@@ -325,9 +333,7 @@ class _Run:
         return results
 
     def _executable(self, index: int, graph: _Graph, args: list[Any]) -> tuple[_Piece, Executable]:
-        sequence = self.sequence
-        graphs = sequence.graphs
-        self.as_planned = self.as_planned and index < len(graphs) and graphs[index] is graph
+        sequence = self._way(index, graph)
         planned = self.as_planned and sequence.plan is not None
         if self.record is not None and not graph.pieces:
             self.record.end()  # ops that are new are timed, which no profiler may see
@@ -342,6 +348,16 @@ class _Run:
                 if (found := self.host.resized(piece, sequence.executables[index])) is not None:
                     return piece, found
             return piece, self.host.at_least_kept(piece)
+
+    def _way(self, index: int, graph: _Graph) -> _Sequence:
+        """What is known of steps that have come to ``graph`` as this one has, if anything is."""
+        if self.as_planned and self.sequence.graphs[index : index + 1] != [graph]:
+            so_far = [*(each.piece.graph for each in self.occurrences), graph]
+            others = (each for each in reversed(self._ways) if each.graphs[: index + 1] == so_far)
+            other = next(others, None)
+            self.as_planned, self.same_way = other is not None, False
+            self.sequence = self.sequence if other is None else other
+        return self.sequence
 
     def _sources(
         self, captured: Captured, args: list[Any]
@@ -454,7 +470,7 @@ class StepInPieces:
         self.last: _Sequence | None = None
         self._device = call.device
         self._graphs: list[_Graph] = []
-        self._sequences: dict[object, _Sequence] = {}
+        self._sequences: dict[object, list[_Sequence]] = {}
         self._refused: list[str] = []
         self._verdict: BudgetExceeded | str = ""
         self._ways = 0
@@ -527,29 +543,41 @@ class StepInPieces:
             BudgetError: if no schedule within the budget was found; nothing of the model has run.
             CaptureError: if a frame of it is captured again and again.
         """
-        sequence = self._sequences.setdefault(now.key, _Sequence())
-        sequence.steps += 1
+        ways = self._sequences.setdefault(now.key, [])
+        expected = ways[-1] if ways else _Sequence()
+        expected.steps += 1
         resident = now.resident_bytes + self.model.optimizers.state_to_come_bytes()
-        self._plan_if_needed(sequence, call, now, resident)
-        run = _Run(self, sequence, call, now)
-        self._restore = self._snapshot(call, sequence, now)
+        self._plan_if_needed(expected, call, now, resident)
+        run = _Run(self, expected, ways, call, now)
+        self._restore = self._snapshot(call, expected, now)
         outputs = self._run(run, call, now, resident)
-        self._learn(run, sequence)
-        self.last = sequence
+        if not run.occurrences:
+            raise CaptureError(
+                f"{self._why}. No part of the step that trains is a graph either, so nothing of it can be planned"
+            )
+        self._learn(run, ways)
         self.model.calls.count_planned()
         return outputs
 
-    def _learn(self, run: _Run, sequence: _Sequence) -> None:
-        """What has run is the sequence, unless it is the planned one at sizes that take no more."""
-        known, kept = sequence.graphs, sum(map(_leaves_bytes, run.occurrences))
-        if [each.piece.graph for each in run.occurrences] != known:
-            self._say_new(run, first=not known)
-            sequence.plan, sequence.taken, sequence.due = None, (), sequence.steps + 1
-        elif sequence.plan is not None and not run.same_sizes:
-            if kept <= sequence.kept_bytes:
-                return
-            sequence.request = -1  # planned again, for these sizes
-        sequence.occurrences, sequence.kept_bytes = run.occurrences, kept
+    def _learn(self, run: _Run, ways: list[_Sequence]) -> None:
+        """What has run is a way that is known, at sizes that take no more than the planned ones, or a new one."""
+        kept, graphs = sum(map(_leaves_bytes, run.occurrences)), [each.piece.graph for each in run.occurrences]
+        sequence = next((each for each in (run.sequence, *ways) if each.graphs == graphs), None)
+        if sequence is None:
+            self._say_new(run, first=not ways)
+            sequence = _Sequence()
+            sequence.steps += 1
+        elif sequence is not run.expected:
+            sequence.steps += 1
+        if sequence.plan is None or run.same_sizes or kept > sequence.kept_bytes:
+            if sequence.plan is not None and not run.same_sizes:
+                sequence.request = -1  # planned again, for these sizes
+            sequence.occurrences, sequence.kept_bytes = run.occurrences, kept
+        if sequence in ways:
+            ways.remove(sequence)
+        ways.append(sequence)
+        del ways[:-_MOST_WAYS]
+        run.sequence = self.last = sequence
 
     def _run(self, run: _Run, call: Call, now: CallContext, resident: int) -> Any:
         sequence = run.sequence
@@ -669,6 +697,7 @@ class StepInPieces:
         verify = self.model.configuration.verify
         programs = {id(each.piece): each.piece.program for each in sequence.occurrences}
         reserve = sum(reserve_bytes(each, self._device, verify=verify) for each in programs.values())
+        reserve += sequence.aside_bytes
         limit = request.budget.resolve(resident + unplanned_bytes(stitched.program))
         options = replace(
             self.model.configuration.planning, alternatives=None, made=None, quick=False, tiers=(), machine=None
@@ -757,25 +786,28 @@ class StepInPieces:
         sequence, steps = run.sequence, run.sequence.steps
         count = len(sequence.occurrences)
         whole = len(record.taken) == 4 * count + 1 and run.order == [*reversed(range(count))]
-        whole = whole and run.as_planned and run.same_sizes
+        whole = whole and run.as_planned and run.same_sizes and run.same_way
         sequence.above_bytes = record.highest_bytes - resident
         if run.as_planned:  # else it is new, and the next is recorded
             sequence.due = 1 << steps.bit_length() if steps < _EVERY else steps + _EVERY
         if not sequence.taken and whole:
             sequence.taken = tuple(record.taken)
         plan = sequence.plan
-        if plan is None or record.highest_bytes - plan.budget_bytes <= _SLACK_BYTES:
+        budget_bytes = self.model.request.budget.bytes if plan is None else plan.budget_bytes
+        if budget_bytes is None or record.highest_bytes - budget_bytes <= _SLACK_BYTES:
             return
-        if whole:
+        if whole and plan is not None:
             sequence.taken, sequence.request = tuple(record.taken), -1
+            sequence.aside_bytes += record.highest_bytes - budget_bytes
+        predicted = "it kept as little as it can, before it is planned"
+        if plan is not None:
+            predicted = f"its plan predicted {format_bytes(plan.predicted_peak_bytes)}"
         what = (
             f"this step in {format_count(count, 'piece')} took {format_bytes(record.highest_bytes)}, over its budget "
-            f"of {format_allowed(plan.budget_bytes)}; its plan predicted {format_bytes(plan.predicted_peak_bytes)}"
+            f"of {format_allowed(budget_bytes)}; {predicted}"
         )
         if self.model.configuration.on_violation == "raise":
-            self._verdict = BudgetExceeded(
-                what, budget_bytes=plan.budget_bytes, measured_peak_bytes=record.highest_bytes
-            )
+            self._verdict = BudgetExceeded(what, budget_bytes=budget_bytes, measured_peak_bytes=record.highest_bytes)
         else:
             self._verdict = f"{what}. From the next step on there is room for what its code between the pieces takes"
 
