@@ -127,6 +127,13 @@ def draws(model: Model, x: Tensor) -> Tensor:
     return model.loss(model.run(x + torch.randn_like(x), 3, 6))
 
 
+def scales(model: Model, x: Tensor) -> Tensor:
+    """By a fraction that NumPy makes of what was computed, another one at each step."""
+    x = model.run(x, 0, 3)
+    values = np.linalg.svd(x.detach().numpy(), compute_uv=False)
+    return model.loss(model.run(x * float(values[0] / values.sum()), 3, 6))
+
+
 MODELS = [prints, numpys, gap, selects, in_place, again, frozen, loss_outside, exits, draws]
 
 
@@ -187,9 +194,10 @@ def test_bits_and_bytes_are_kept(function: Callable[[Any, Tensor], Any]) -> None
     assert step_in_pieces(fitted).verified_buffers > 0
 
 
-def test_a_list_that_grows_ends_in_pieces_of_what_is_called() -> None:
-    """Every value is another graph of the frame that appends, until it runs as in eager."""
-    eager, fitted = pair(logs)
+@pytest.mark.parametrize("function", [logs, scales], ids=lambda each: each.__name__)
+def test_what_changes_ends_in_pieces_of_what_is_called(function: Callable[[Any, Tensor], Any]) -> None:
+    """Every value is another graph of the frame that has it, until that runs as in eager."""
+    eager, fitted = pair(function)
     for step in range(12):
         for got, wanted in zip(stepped(fitted, step), stepped(eager, step), strict=True):
             assert torch.equal(got, wanted)

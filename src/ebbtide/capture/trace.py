@@ -241,27 +241,19 @@ def _template_in_pieces(module: Any, forward: Any, args: Any, kwargs: Any) -> An
 
 
 @signals_wait()  # as compile_step
-def compile_in_pieces(
-    partitioner: Callable[[], Partitioner], refused: Callable[[CaptureError], None]
-) -> Callable[..., Any]:
+def compile_in_pieces(partitioner: Callable[[], Partitioner]) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs)`` whose graph may break, each part of it a graph of its own.
 
-    It is called inside of ``OwnCompileMode.in_pieces`` with :func:`settings_in_pieces`.
+    It is called inside of ``OwnCompileMode.in_pieces`` with :func:`settings_in_pieces`, which skips a frame for what
+    is raised here: torch's ops stand for NumPy's in its graph, so that it is no substitute for its code.
 
     Args:
         partitioner: makes what makes the two graphs of a part. The caller keeps what it made alive.
-        refused: is told why a part cannot be planned, which runs as in eager then.
     """
     require_supported_torch()
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
-        try:
-            return _backend_of(partitioner())(graph, inputs)
-        except Exception as error:
-            if not isinstance(ours := ours_inside(error), CaptureError):
-                raise
-            refused(ours)
-            return graph.forward
+        return _backend_of(partitioner())(graph, inputs)
 
     with not_exporting():
         step = torch.compile(_fresh_step(_template_in_pieces), backend=backend)

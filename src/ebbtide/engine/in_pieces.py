@@ -29,6 +29,7 @@ from torch import fx
 
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.pieces import piece_of
+from ebbtide.capture.refusals import ours_inside
 from ebbtide.capture.symbolic.sizes import size_inputs
 from ebbtide.capture.trace import compile_in_pieces, forget_step, settings_in_pieces
 from ebbtide.cost.attach import with_measured_costs
@@ -145,8 +146,7 @@ class _Graph(TracedGraph):
         Raises:
             CaptureError: if a fraction is one, with which tensors are computed.
         """
-        inputs = joint.graph.find_nodes(op="placeholder")
-        if any(isinstance(each.meta.get("val"), torch.SymFloat) for each in inputs):
+        if any(isinstance(each.meta.get("val"), torch.SymFloat) for each in joint.graph.nodes):
             raise CaptureError("a number that changes from step to step is computed with")
         self.symbolic = bool(size_inputs(joint.graph))
         return super().partition(joint, forward_output_count)
@@ -471,12 +471,11 @@ class StepInPieces:
         self._device = call.device
         self._graphs: list[_Graph] = []
         self._sequences: dict[object, list[_Sequence]] = {}
-        self._refused: list[str] = []
         self._verdict: BudgetExceeded | str = ""
         self._ways = 0
         self._restore: Callable[[], None] | None = None
         self._stance = OwnCompileMode()
-        held, refused = weakref.ref(self), self._refused
+        held = weakref.ref(self)
 
         def piece() -> _Graph:
             host = held()
@@ -489,7 +488,7 @@ class StepInPieces:
             host._graphs.append(made)
             return made
 
-        self._compiled = compile_in_pieces(piece, lambda error: refused.append(str(error)))
+        self._compiled = compile_in_pieces(piece)
         self._forget = weakref.finalize(self, forget_step, self._compiled)
         self._forget.atexit = False
 
@@ -587,7 +586,13 @@ class StepInPieces:
         before, _here.run = _here.run, run
         try:
             outputs = self._stance.in_pieces(
-                self._compiled, call.module, call.forward, call.args, call.kwargs, settings=settings_in_pieces
+                self._compiled,
+                call.module,
+                call.forward,
+                call.args,
+                call.kwargs,
+                settings=settings_in_pieces,
+                skips=lambda error: isinstance(ours_inside(error), CaptureError),
             )
         except BaseException as error:
             run.abandon()
@@ -669,7 +674,6 @@ class StepInPieces:
         return self._lowered(piece, replace(plan, program=program))
 
     def _lowered(self, piece: _Piece, plan: Plan) -> Executable:
-        of = piece.step.piece
         validity = Validity(
             request=self.model.request.number,
             tentative=False,
@@ -677,10 +681,10 @@ class StepInPieces:
             updates=False,
             settings=(),
             moves=False,
-            layouts=of.layouts,
+            layouts=None,  # gradients that arrive otherwise are seen to as they come (``tangent_layouts``)
             cleared_bytes=0,
         )
-        return piece.step.executable_for(of.captured_for(of.layouts, accumulating=False), plan, validity)
+        return piece.step.executable_for(piece.captured, plan, validity)
 
     def _plan_if_needed(self, sequence: _Sequence, call: Call, now: CallContext, resident: int) -> None:
         """Plan ``sequence``, if it is known and its plan does not hold."""

@@ -161,6 +161,7 @@ class OwnCompileMode:
 
         stance = Attribute(eval_frame, "_callback_from_stance")
         traces = Attribute(_symbolic_trace, "is_fx_symbolic_tracing")
+        self._skipped: set[types.CodeType] = set()
         with _sharing:
             self._patches = [_shared(stance, _by_thread), _shared(traces, _tracing_by_thread)]
 
@@ -176,15 +177,24 @@ class OwnCompileMode:
         """
         return self._under(_refusing, function, args)
 
-    def in_pieces(self, function: Callable[..., Any], *args: Any, settings: Settings) -> Any:
+    def in_pieces(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        settings: Settings,
+        skips: Callable[[Exception], bool],
+    ) -> Any:
         """What ``function`` returns, whose graph may break: every frame of the user's that begins is compiled.
 
         Args:
             function: of ``torch.compile`` without ``fullgraph``.
             *args: of the call.
             settings: opened around the compilation of each frame; code between graphs runs outside of them.
+            skips: whether a frame whose compilation raises an error runs as in eager, now and later; what it calls is
+                compiled.
         """
-        return self._under(functools.partial(_every_frame, settings), function, args, as_written=True)
+        mode = functools.partial(_every_frame, settings, skips, self._skipped)
+        return self._under(mode, function, args, as_written=True)
 
     def why_not_compiled(self, function: Callable[..., Any], *args: Any) -> str:
         """The guard that keeps compiled code from this call, and the user's line that it comes from, if Dynamo says.
@@ -302,7 +312,13 @@ def _as_it_is(callback: Any, code: types.CodeType) -> Callable[..., Any]:
     return _for(code, callback, compiled)
 
 
-def _every_frame(settings: Settings, callback: Any, _: types.CodeType) -> Callable[..., Any]:
+def _every_frame(
+    settings: Settings,
+    skips: Callable[[Exception], bool],
+    skipped: set[types.CodeType],
+    callback: Any,
+    _: types.CodeType,
+) -> Callable[..., Any]:
     """Compile every frame but those of our own code."""
     from torch._C._dynamo.eval_frame import _FrameAction as Action
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as Strategy
@@ -313,8 +329,16 @@ def _every_frame(settings: Settings, callback: Any, _: types.CodeType) -> Callab
     def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if frame.f_code.co_filename.startswith(_OURS) and not frame.f_code.co_name.startswith(STEP):
             return ConvertFrameReturn(frame_exec_strategy=as_it_is, apply_to_code=False)
-        with settings(), while_nobody_steps():
-            made = callback(frame, *args, **kwargs)
+        if frame.f_code in skipped:
+            return ConvertFrameReturn(frame_exec_strategy=without_it, apply_to_code=False)
+        try:
+            with settings(), while_nobody_steps():
+                made = callback(frame, *args, **kwargs)
+        except Exception as error:
+            if not skips(error):
+                raise
+            skipped.add(frame.f_code)
+            return ConvertFrameReturn(frame_exec_strategy=without_it, apply_to_code=False)
         if made.frame_exec_strategy.cur_action == Action.RUN_ONLY:  # at the limit of graphs for one frame
             return ConvertFrameReturn(frame_exec_strategy=without_it, apply_to_code=False)
         return made

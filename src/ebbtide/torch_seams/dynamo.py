@@ -270,8 +270,8 @@ def several_graphs_settings() -> Iterator[None]:
     """While open, over :func:`one_graph_settings`, what breaks a graph breaks it, and the code there runs as in eager.
 
     - ``trace_numpy`` off: NumPy computes by itself.
-    - ``automatic_dynamic_shapes`` on: a size or a number that has changed is a symbol, since code between the graphs
-      may give another at every step.
+    - ``automatic_dynamic_shapes`` on: a size or an integer that has changed is a symbol, since code between the graphs
+      may give another at every step; ``specialize_float`` on: a fraction is none.
     - ``recompile_limit``: a frame that is compiled for so many values of what it is guarded by runs as in eager from
       then on, and what it calls is compiled by itself. The trace says nothing of either.
     """
@@ -280,6 +280,7 @@ def several_graphs_settings() -> Iterator[None]:
     values = {
         "trace_numpy": False,
         "automatic_dynamic_shapes": True,
+        "specialize_float": True,
         "recompile_limit": _MOST_OF_A_FRAME,
     }
     log = logging.getLogger("torch._dynamo")

@@ -79,9 +79,13 @@ def numpys_numbers_as_constants() -> Iterator[None]:
 
 
 def _wrapped_by_value(below: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._dynamo import config
+    from torch._dynamo.exc import Unsupported
     from torch._dynamo.guards import GuardBuilder
 
     def wrap(builder: Any, value: object) -> Any:
+        if isinstance(value, np.ndarray) and not config.trace_numpy:  # what is read of it has no guard
+            raise Unsupported("NumPy computes by itself where a step is several graphs")
         if isinstance(value, np.bool_):
             builder.install_guards(GuardBuilder.ID_MATCH)  # there are two
         elif _is_numpys(value):
