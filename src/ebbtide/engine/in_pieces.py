@@ -540,7 +540,7 @@ class StepInPieces:
 
         Raises:
             BudgetError: if no schedule within the budget was found; nothing of the model has run.
-            CaptureError: if a frame of it is captured again and again.
+            CaptureError: if no part of it that trains is a graph. It has run, and nothing of it is returned.
         """
         ways = self._sequences.setdefault(now.key, [])
         expected = ways[-1] if ways else _Sequence()
@@ -565,8 +565,7 @@ class StepInPieces:
         if sequence is None:
             self._say_new(run, first=not ways)
             sequence = _Sequence()
-            sequence.steps += 1
-        elif sequence is not run.expected:
+        if sequence is not run.expected:
             sequence.steps += 1
         if sequence.plan is None or run.same_sizes or kept > sequence.kept_bytes:
             if sequence.plan is not None and not run.same_sizes:

@@ -127,7 +127,8 @@ def train(
                 return _as_it_is(model, call)
             if (freed := model.steps.freed_graphs.refusal_of(call, now)) is not None:
                 return _with_freed_graph(model, call, now, freed)
-            if (in_pieces := model.in_pieces.get(now.modes)) is not None:
+            in_pieces = model.in_pieces.get(now.modes)
+            if in_pieces is not None and may_run_in_pieces(model, call, now):
                 return _in_pieces(model, in_pieces, call, now)
             may_share = model.request.given_plan is None
             step = model.steps.candidate(call, now, attempts.rejected, may_share=may_share)
