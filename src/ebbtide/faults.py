@@ -35,6 +35,7 @@ _HERE = Path(__file__).parent
 _OURS = f"{_HERE}/"
 _MODELS = (f"{_HERE / 'zoo'}/", f"{_HERE / 'demo'}/")
 _COMPILER = "/torch/_dynamo/convert_frame.py"  # where it begins with a frame
+_PATCHES = f"{_HERE / 'torch_seams' / 'patches.py'}"
 _STANDARD = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _PACKAGES = {"highspy", "numba", "numpy", "ortools", "platformdirs", "sympy", "torch"}  # models are in none of them
 
@@ -64,13 +65,21 @@ def is_own(error: BaseException) -> bool:
 def innermost(error: BaseException) -> tuple[str, int] | None:
     """File and line of the innermost frame that ``error`` passed and that is ours or the user's.
 
-    What called torch's compiler has no part in what goes wrong in it; what the compiler calls has.
+    What called torch's compiler has no part in what goes wrong in it; what the compiler calls has. Nor has a patch
+    part in what goes wrong in the function that it stands for.
     """
     found: tuple[str, int] | None = None
+    before: list[tuple[str, int] | None] = []  # each patch that is being passed
     trace = error.__traceback__
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file.endswith(_COMPILER):
+        code = trace.tb_frame.f_code
+        file = code.co_filename
+        if file == _PATCHES and code.co_name == "gate":
+            before.append(found)
+            found = file, trace.tb_lineno
+        elif file == _PATCHES and code.co_name == "below":
+            found = before.pop() if before else None
+        elif file.endswith(_COMPILER):
             found = None
         elif _is_ours(file) or not _is_called(file):
             found = file, trace.tb_lineno

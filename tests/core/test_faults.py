@@ -11,6 +11,7 @@ from ebbtide.errors import BudgetError, InternalError
 from ebbtide.faults import in_own_frames, internal, is_own, own_faults
 from ebbtide.planners.base import Progress, changes_to
 from ebbtide.step.schedule import Schedule
+from ebbtide.torch_seams.patches import Attribute, wrapped
 from ebbtide.units import format_bytes
 
 
@@ -33,6 +34,13 @@ def test_what_the_users_code_raises_is_theirs_also_below_ours() -> None:
 
     assert not is_own(caught(json.loads, "{"))
     assert not is_own(caught(changes_to(broken), Progress("planning")))
+
+
+def test_what_a_patched_function_raises_is_not_of_its_patch() -> None:
+    with wrapped(Attribute(json, "loads"), lambda below: lambda text: below(text)):
+        assert not is_own(caught(json.loads, "{"))
+    with wrapped(Attribute(json, "loads"), lambda below: lambda text: format_bytes(text)):
+        assert is_own(caught(json.loads, "{"))
 
 
 def test_a_fault_says_what_to_report() -> None:

@@ -16,7 +16,7 @@ from ebbtide import zoo
 from ebbtide._api.fit import step_of
 from ebbtide.capture.offline import capture
 from ebbtide.capture.symbolic import sizes
-from ebbtide.engine import captured_steps, compiled
+from ebbtide.engine import captured_steps, traced_graph
 from ebbtide.engine.shared_calls import MOST_FAILURES, OWN_CAPTURES
 from ebbtide.errors import BudgetError
 from ebbtide.torch_seams.fake_tensors import forget_descriptions
@@ -103,7 +103,7 @@ def twins(kind: type[nn.Module] = Model, budget: str | int = "85%") -> tuple[nn.
 def each_form_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Holds what is written out at each shape against what every single call gives; how many nodes were held so."""
     held: list[int] = []
-    written = compiled.at_sizes
+    written = traced_graph.at_sizes
 
     def at_sizes(*args: Any) -> fx.GraphModule:
         forget_descriptions()  # torch remembers another memory of some results than it gives at first
@@ -120,7 +120,7 @@ def each_form_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         held.append(len(pairs))
         return found
 
-    monkeypatch.setattr(compiled, "at_sizes", at_sizes)
+    monkeypatch.setattr(traced_graph, "at_sizes", at_sizes)
     return held
 
 
@@ -367,7 +367,7 @@ def test_a_graph_that_reads_otherwise_at_other_sizes_is_not_used(
     warm: tuple[nn.Module, nn.Module], own_captures: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, plain = warm
-    written: Callable[..., object] = compiled.at_sizes
+    written: Callable[..., object] = traced_graph.at_sizes
 
     def elsewhere(joint: torch.fx.GraphModule, *rest: object) -> object:
         for node in joint.graph.nodes:  # as if torch had described a kernel's strides wrongly
@@ -376,7 +376,7 @@ def test_a_graph_that_reads_otherwise_at_other_sizes_is_not_used(
                 node.meta["val"] = value.t()
         return written(joint, *rest)
 
-    monkeypatch.setattr(compiled, "at_sizes", elsewhere)
+    monkeypatch.setattr(traced_graph, "at_sizes", elsewhere)
     assert equal(step(model, tokens(27)), step(plain, tokens(27)))
     assert own_captures[-1:] == [True]  # whether there was a shared one already, is for other tests to say
 
