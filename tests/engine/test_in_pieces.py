@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
 
 import ebbtide
@@ -134,7 +136,23 @@ def scales(model: Model, x: Tensor) -> Tensor:
     return model.loss(model.run(x * float(values[0] / values.sum()), 3, 6))
 
 
-MODELS = [prints, numpys, gap, selects, in_place, again, frozen, loss_outside, exits, draws]
+def asks(model: Model, x: Tensor) -> Tensor:
+    """Dynamo fails an assertion of its own at the answer."""
+    x = model.run(x, 0, 3)
+    if (x[:, 0] > 0).any().item():
+        x = x * 2
+    return model.loss(model.run(x, 3, 6))
+
+
+def narrows(model: Model, x: Tensor) -> Tensor:
+    """By how much is in a tensor, so that the sizes behind are made of numbers of the first."""
+    x = model.run(x, 0, 3)
+    for count in (x[:4, 0].detach().abs() * 1e-9).long().add(WIDTH).tolist():
+        x = torch.cat((x[:, : count : 2] + x[:, 1 : count : 2], x[:, : count // 2]), 1)
+    return model.loss(model.run(x, 3, 6))
+
+
+MODELS = [prints, numpys, gap, selects, in_place, again, frozen, loss_outside, exits, draws, asks, narrows]
 
 
 def batch(step: int) -> Tensor:
@@ -216,6 +234,58 @@ def test_a_refusal_names_the_smallest_budget_that_does() -> None:
     plan = step_in_pieces(fitted).plan
     assert plan is not None
     assert plan.predicted_peak_bytes <= refused.value.smallest_bytes
+
+
+def test_a_budget_in_bytes_binds_the_first_step() -> None:
+    eager, fitted = pair(prints, "1.5MiB")
+    states = [each.clone() for each in fitted.buffers()]
+    with pytest.raises(ebbtide.errors.BudgetError):
+        stepped(fitted, 0)
+    assert all(torch.equal(each, was) for each, was in zip(fitted.buffers(), states, strict=True))
+    ebbtide.set_budget(fitted, "1GiB")
+    for step in range(3):
+        for got, wanted in zip(stepped(fitted, step), stepped(eager, step), strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_a_step_of_which_nothing_is_a_graph_is_refused_and_leaves_nothing_behind() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = self.norm(self.layer(x)).sin()
+                print(end="")
+            return x.mean()
+
+    fitted = ebbtide.fit(Nothing(), "80%", progress=None, options=ebbtide.Options(pieces="auto"))
+    states = [torch.get_rng_state(), *(each.clone() for each in fitted.buffers())]
+    with pytest.raises(ebbtide.errors.CaptureError, match="No part of the step"):
+        fitted(batch(0))
+    now = [torch.get_rng_state(), *fitted.buffers()]
+    assert all(torch.equal(each, was) for each, was in zip(now, states, strict=True))
+
+
+def test_every_fit_of_a_class_has_its_pieces() -> None:
+    """Torch keeps what is compiled on the code, for all of them, and its limit counts it."""
+    alive = [pair(prints)[1] for _ in range(3)]
+    for each in alive:
+        stepped(each, 0)
+        assert step_in_pieces(each).pieces == 2
+    code = prints.__code__
+    for _ in range(10):
+        fitted = pair(prints)[1]
+        stepped(fitted, 0)
+        assert step_in_pieces(fitted).pieces == 2
+        ebbtide.unfit(fitted)
+        del fitted
+    gc.collect()
+    kept = [each for each in _debug_get_cache_entry_list(code) if each.backend is not None]
+    assert len(kept) == len(alive)
+    stepped(alive[0], 1)
+    assert step_in_pieces(alive[0]).pieces == 2
 
 
 def test_pieces_are_asked_for() -> None:

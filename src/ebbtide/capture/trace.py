@@ -40,17 +40,19 @@ from ebbtide.capture.rules.norm_dtypes import true_norms
 from ebbtide.capture.rules.numpy_calls import refuse_numpy
 from ebbtide.capture.rules.read_places import refuse_read_places
 from ebbtide.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
+from ebbtide.capture.symbolic.sizes import NotAtTheseSizes
 from ebbtide.errors import CaptureError
 from ebbtide.faults import RAISED_IN_CAPTURE
-from ebbtide.signals import signals_wait
+from ebbtide.signals import raised_by_a_handler, signals_wait
 from ebbtide.torch_seams.aot import DynamoGraph, joint_graph_settings, kinds_of_several_tensors, two_graph_backend
 from ebbtide.torch_seams.carried import cut_off_freed
 from ebbtide.torch_seams.checks import checks_as
-from ebbtide.torch_seams.compile_mode import STEP, not_exporting
+from ebbtide.torch_seams.compile_mode import not_exporting
 from ebbtide.torch_seams.compiler_faults import told_with_its_lines
 from ebbtide.torch_seams.dynamo import (
     capture_error_type,
     forget_compiled,
+    forget_frames_of,
     is_switched_off,
     one_graph_settings,
     raised_by_the_model,
@@ -59,6 +61,7 @@ from ebbtide.torch_seams.dynamo import (
 )
 from ebbtide.torch_seams.eager_answers import Answers, answered
 from ebbtide.torch_seams.fake_tensors import DATA_DEPENDENT, quiet_log
+from ebbtide.torch_seams.frames import STEP, Frame, Frames, Then
 from ebbtide.torch_seams.graphs import data_dependent_guard_type
 from ebbtide.torch_seams.input_branches import Question, branches_on_inputs
 from ebbtide.torch_seams.known_branches import Condition, known_branches
@@ -76,8 +79,8 @@ __all__ = [
     "compile_step",
     "forget_step",
     "forward_of",
+    "frames_in_pieces",
     "inputs_by_name",
-    "settings_in_pieces",
     "translated_errors",
     "without_model",
 ]
@@ -244,8 +247,8 @@ def _template_in_pieces(module: Any, forward: Any, args: Any, kwargs: Any) -> An
 def compile_in_pieces(partitioner: Callable[[], Partitioner]) -> Callable[..., Any]:
     """A function ``step(module, forward, args, kwargs)`` whose graph may break, each part of it a graph of its own.
 
-    It is called inside of ``OwnCompileMode.in_pieces`` with :func:`settings_in_pieces`, which skips a frame for what
-    is raised here: torch's ops stand for NumPy's in its graph, so that it is no substitute for its code.
+    It is called inside of ``OwnCompileMode.in_pieces`` with :func:`frames_in_pieces`: a frame for which something is
+    raised here runs as in eager.
 
     Args:
         partitioner: makes what makes the two graphs of a part. The caller keeps what it made alive.
@@ -261,11 +264,30 @@ def compile_in_pieces(partitioner: Callable[[], Partitioner]) -> Callable[..., A
     return step
 
 
-@contextmanager
-def settings_in_pieces() -> Iterator[None]:
-    """Settings under which a frame of a step in pieces is compiled."""
-    with quiet_log(), capture_settings(here=True), answered(Answers()), several_graphs_settings():
-        yield
+def frames_in_pieces(left: Callable[[str, str], None]) -> Frames:
+    """The frames of the steps of one model in pieces.
+
+    Args:
+        left: is told of a frame that runs as in eager, since torch or we fail to compile it, and why.
+    """
+
+    @contextmanager
+    def settings(frame: Frame) -> Iterator[None]:
+        several = several_graphs_settings(others=frame.others, fixed=frame.fixed)
+        with quiet_log(), capture_settings(here=True), answered(Answers()), several:
+            yield
+
+    def failed(error: Exception, frame: Frame) -> Then:
+        ours = ours_inside(error)
+        if isinstance(ours, NotAtTheseSizes) and not frame.fixed:
+            return Then.WITH_FIXED_SIZES
+        if raised_by_a_handler(error) or isinstance(error, OSError | MemoryError):
+            return Then.RAISE
+        if not isinstance(ours, CaptureError):  # which says what of the code is no graph, as a break does
+            left(frame.place, f"{type(error).__name__}: {error}".partition("\n")[0])
+        return Then.AS_IN_EAGER
+
+    return Frames(settings, failed)
 
 
 def _told_to(kept: Callable[[], Partitioner], compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,9 +326,17 @@ def _refuse_opaque(inputs: Iterable[object]) -> None:
         )
 
 
-def forget_step(step: Callable[..., Any]) -> None:
-    """Free what Dynamo keeps for a function of :func:`compile_step`, which it would keep until the process ends."""
-    forget_compiled(step, _backends.pop(step))
+def forget_step(step: Callable[..., Any], frames: Frames | None = None) -> None:
+    """Free what Dynamo keeps for a function of :func:`compile_step`, which it would keep until the process ends.
+
+    Args:
+        step: the function.
+        frames: what was compiled for it besides its own.
+    """
+    backend = _backends.pop(step)
+    if frames is not None:
+        forget_frames_of(backend, frames.codes)
+    forget_compiled(step, backend)
 
 
 @contextmanager

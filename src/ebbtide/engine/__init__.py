@@ -9,7 +9,8 @@ The way of a call:
 - ``plans``: the plan for a call; ``refinement``: a better one that is looked for beside training;
   ``given``: one that the user gave; ``retained``: room for graphs that are retained;
   ``reserve``: what a budget keeps free; ``resident_by_kind``: what is resident, for refusals and plans.
-- ``in_pieces``: a call that is several graphs, under one budget.
+- ``in_pieces``: steps of several graphs, under one budget: ``running_call`` is one of them, ``traced_pieces`` its
+  parts, ``stitched_plan`` what they become in a plan.
 - ``executor``: what AOTAutograd calls to run a forward and its backward.
 
 What is known of a model:

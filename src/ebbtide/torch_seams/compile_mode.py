@@ -6,14 +6,13 @@ process. Here both are facts of a thread.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,13 @@ from torch.utils._python_dispatch import any_torch_dispatch_mode_on_stack
 
 from ebbtide.signals import raised_by_a_handler
 from ebbtide.torch_seams.compiling_flag import while_nobody_steps
+from ebbtide.torch_seams.frames import Frames
 from ebbtide.torch_seams.patches import Attribute, Patch, wrapped
 
 __all__ = [
     "NO_FRAMES",
-    "STEP",
     "NotCompiled",
     "OwnCompileMode",
-    "Settings",
     "capturing",
     "code_of_compiled",
     "constant_in_traces",
@@ -113,11 +111,7 @@ class NotCompiled(RuntimeError):
     """No compiled code of a function has guards that hold for this call."""
 
 
-STEP = "ebbtide_step"
-"""How the names of functions begin that are captured."""
-Settings = Callable[[], AbstractContextManager[Any]]
 _Stance = Callable[[Any, types.CodeType], Any]
-_OURS = str(Path(__file__).parents[1])
 
 
 @dataclass
@@ -161,7 +155,6 @@ class OwnCompileMode:
 
         stance = Attribute(eval_frame, "_callback_from_stance")
         traces = Attribute(_symbolic_trace, "is_fx_symbolic_tracing")
-        self._skipped: set[types.CodeType] = set()
         with _sharing:
             self._patches = [_shared(stance, _by_thread), _shared(traces, _tracing_by_thread)]
 
@@ -177,24 +170,9 @@ class OwnCompileMode:
         """
         return self._under(_refusing, function, args)
 
-    def in_pieces(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        settings: Settings,
-        skips: Callable[[Exception], bool],
-    ) -> Any:
-        """What ``function`` returns, whose graph may break: every frame of the user's that begins is compiled.
-
-        Args:
-            function: of ``torch.compile`` without ``fullgraph``.
-            *args: of the call.
-            settings: opened around the compilation of each frame; code between graphs runs outside of them.
-            skips: whether a frame whose compilation raises an error runs as in eager, now and later; what it calls is
-                compiled.
-        """
-        mode = functools.partial(_every_frame, settings, skips, self._skipped)
-        return self._under(mode, function, args, as_written=True)
+    def in_pieces(self, function: Callable[..., Any], *args: Any, frames: Frames) -> Any:
+        """What ``function`` returns, whose graph may break: every frame that begins is compiled (``frames``)."""
+        return self._under(frames.compiling, function, args, as_written=True)
 
     def why_not_compiled(self, function: Callable[..., Any], *args: Any) -> str:
         """The guard that keeps compiled code from this call, and the user's line that it comes from, if Dynamo says.
@@ -310,41 +288,6 @@ def _as_it_is(callback: Any, code: types.CodeType) -> Callable[..., Any]:
             return callback(frame, *args, **kwargs)
 
     return _for(code, callback, compiled)
-
-
-def _every_frame(
-    settings: Settings,
-    skips: Callable[[Exception], bool],
-    skipped: set[types.CodeType],
-    callback: Any,
-    _: types.CodeType,
-) -> Callable[..., Any]:
-    """Compile every frame but those of our own code."""
-    from torch._C._dynamo.eval_frame import _FrameAction as Action
-    from torch._C._dynamo.eval_frame import _FrameExecStrategy as Strategy
-    from torch._dynamo.types import ConvertFrameReturn
-
-    as_it_is, without_it = Strategy(Action.SKIP, Action.SKIP), Strategy(Action.SKIP, Action.DEFAULT)
-
-    def compile_frame(frame: Any, *args: Any, **kwargs: Any) -> Any:
-        if frame.f_code.co_filename.startswith(_OURS) and not frame.f_code.co_name.startswith(STEP):
-            return ConvertFrameReturn(frame_exec_strategy=as_it_is, apply_to_code=False)
-        if frame.f_code in skipped:
-            return ConvertFrameReturn(frame_exec_strategy=without_it, apply_to_code=False)
-        try:
-            with settings(), while_nobody_steps():
-                made = callback(frame, *args, **kwargs)
-        except Exception as error:
-            if not skips(error):
-                raise
-            skipped.add(frame.f_code)
-            return ConvertFrameReturn(frame_exec_strategy=without_it, apply_to_code=False)
-        if made.frame_exec_strategy.cur_action == Action.RUN_ONLY:  # at the limit of graphs for one frame
-            return ConvertFrameReturn(frame_exec_strategy=without_it, apply_to_code=False)
-        return made
-
-    compile_frame._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]
-    return compile_frame
 
 
 def _refusing(callback: Any, code: types.CodeType) -> Callable[..., Any]:

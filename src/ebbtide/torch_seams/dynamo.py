@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ __all__ = [
     "capture_error_type",
     "failed_by_itself",
     "forget_compiled",
+    "forget_frames_of",
     "inner_exception",
     "is_argument",
     "is_switched_off",
@@ -186,6 +188,21 @@ def forget_compiled(function: Callable[..., Any], backend: Callable[..., Any] | 
         del states[known]
 
 
+def forget_frames_of(backend: Callable[..., Any], codes: Iterable[types.CodeType]) -> None:
+    """Free what Dynamo has compiled of frames for a backend, as it does where what a guard knows by identity is gone.
+
+    What others have compiled of the same code stays.
+    """
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for code in list(codes):
+        for entry in _debug_get_cache_entry_list(code):
+            guards = entry.guard_manager
+            if getattr(entry.backend, "compiler_fn", entry.backend) is backend and guards.extra_state is not None:
+                guards.extra_state.invalidate(entry, DeletedGuardManagerWrapper("its model is gone"))
+
+
 def _manager_of(finalizer: weakref.finalize[..., Any]) -> object:
     """Whose guards a finalizer holds, if it is one of Dynamo's."""
     found = finalizer.peek()
@@ -266,8 +283,11 @@ def one_graph_settings() -> Iterator[None]:
 
 
 @contextmanager
-def several_graphs_settings() -> Iterator[None]:
+def several_graphs_settings(*, others: int, fixed: bool) -> Iterator[None]:
     """While open, over :func:`one_graph_settings`, what breaks a graph breaks it, and the code there runs as in eager.
+
+    Of the frame that is compiled ``others`` graphs are kept that count for its limits and are not ours; its sizes are
+    ``fixed``, or symbols if they change.
 
     - ``trace_numpy`` off: NumPy computes by itself.
     - ``automatic_dynamic_shapes`` on: a size or an integer that has changed is a symbol, since code between the graphs
@@ -279,9 +299,10 @@ def several_graphs_settings() -> Iterator[None]:
 
     values = {
         "trace_numpy": False,
-        "automatic_dynamic_shapes": True,
+        "automatic_dynamic_shapes": not fixed,
         "specialize_float": True,
-        "recompile_limit": _MOST_OF_A_FRAME,
+        "recompile_limit": _MOST_OF_A_FRAME + others,
+        "accumulated_recompile_limit": config.accumulated_recompile_limit + others,
     }
     log = logging.getLogger("torch._dynamo")
     level = log.level

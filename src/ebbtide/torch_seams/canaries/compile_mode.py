@@ -1,14 +1,15 @@
-"""Canaries of ``compile_mode``: calls of compiled functions are ours to permit, and traces end where told."""
+"""Canaries of ``compile_mode`` and ``frames``: what may be compiled, and where traces end."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.torch_seams import compile_mode, dynamo, fake_tensors
+from ebbtide.torch_seams import compile_mode, dynamo, fake_tensors, frames
 from ebbtide.torch_seams.canaries.registry import canary, expect
 
 __all__: list[str] = []
@@ -105,3 +106,39 @@ def exports_are_told_by_their_stacks() -> None:
     expect(seen == [True, False], f"traces are told as {seen}")
     torch.export.export(Looking(), (torch.ones(2),), strict=False)
     expect(all(seen[2:]) and len(seen) > 2, f"exports are told as {seen[2:]}")
+
+
+@canary
+def frames_of_a_model_are_its_own() -> None:
+    """What others have compiled of a frame does not count for its limit, and stays when a model goes."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def calls(x: torch.Tensor) -> torch.Tensor:
+        return function(x)
+
+    def made() -> tuple[Any, frames.Frames, list[frames.Frame]]:
+        seen: list[frames.Frame] = []
+
+        def settings(frame: frames.Frame) -> Any:
+            seen.append(frame)
+            return contextlib.nullcontext()
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> object:
+            return graph.forward
+
+        ours = compile_mode.OwnCompileMode()
+        own = frames.Frames(settings, lambda error, frame: frames.Then.RAISE)
+        compiled = torch.compile(calls, backend=backend)
+        ours.in_pieces(compiled, torch.ones(2), frames=own)
+        return backend, own, seen
+
+    (first, of_first, _), (_, of_second, seen) = made(), made()
+    expect(calls.__code__ in of_first.codes, "a frame that is compiled is not shown")
+    expect(seen[0].others == 1, f"{seen[0].others} graphs are others'")
+    dynamo.forget_frames_of(first, of_first.codes)
+    kept = [each for each in _debug_get_cache_entry_list(calls.__code__) if each.backend is not None]
+    expect(len(kept) == 1 and calls.__code__ in of_second.codes, f"{len(kept)} graphs are left")
+    dynamo.forget_compiled(torch.compile(calls, backend="eager"))
