@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.engine import executor, in_pieces
+from ebbtide.engine import executor, in_pieces, running_call
 from harness.broken_models import MODELS, Subject
 from harness.measuring import Times
 from harness.record import Row, at_most, holds
@@ -222,7 +222,7 @@ def _inside() -> Iterator[list[float]]:
         return run
 
     with (
-        patch.object(in_pieces, "run_forward", timed(in_pieces.run_forward)),
+        patch.object(running_call, "run_forward", timed(running_call.run_forward)),
         patch.object(executor, "_gradients", timed(executor._gradients)),
     ):
         yield spent

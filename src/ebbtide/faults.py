@@ -78,7 +78,7 @@ def innermost(error: BaseException) -> tuple[str, int] | None:
             before.append(found)
             found = file, trace.tb_lineno
         elif file == _PATCHES and code.co_name == "below":
-            found = before.pop() if before else None
+            found = before.pop() if before else None  # or of an instruction of the compiler's
         elif file.endswith(_COMPILER):
             found = None
         elif _is_ours(file) or not _is_called(file):

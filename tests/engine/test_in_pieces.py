@@ -148,7 +148,7 @@ def narrows(model: Model, x: Tensor) -> Tensor:
     """By how much is in a tensor, so that the sizes behind are made of numbers of the first."""
     x = model.run(x, 0, 3)
     for count in (x[:4, 0].detach().abs() * 1e-9).long().add(WIDTH).tolist():
-        x = torch.cat((x[:, : count : 2] + x[:, 1 : count : 2], x[:, : count // 2]), 1)
+        x = torch.cat((x[:, :count:2] + x[:, 1:count:2], x[:, : count // 2]), 1)
     return model.loss(model.run(x, 3, 6))
 
 

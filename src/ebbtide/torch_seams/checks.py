@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.torch_seams.conditions import codes_that_branch, tables_of_codes
-from ebbtide.torch_seams.patches import Attribute, Item, patched, wrapped
+from ebbtide.torch_seams.patches import Attribute, Item, handing_on, patched, wrapped
 from ebbtide.torch_seams.tracing import only_withs
 
 __all__ = ["Raised", "checks_as"]
@@ -63,7 +63,7 @@ def checks_as(op: Any) -> Iterator[None]:
         for kind, table in tables_of_codes():
             for code, name in enumerate(codes_that_branch()):
                 if name is not None and name.startswith("POP_JUMP") and table[code] is not None:
-                    table[code] = functools.partial(_branch, table[code], name, op, threading.get_ident())
+                    table[code] = functools.partial(_branch, handing_on(table[code]), name, op, threading.get_ident())
             stack.enter_context(patched(Attribute(kind, "dispatch_table"), table))
         yield
 

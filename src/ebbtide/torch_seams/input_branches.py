@@ -50,7 +50,7 @@ from ebbtide.torch_seams.conditions import (
     written_unseen,
 )
 from ebbtide.torch_seams.graphs import hint_of, size_source
-from ebbtide.torch_seams.patches import Attribute, patched
+from ebbtide.torch_seams.patches import Attribute, handing_on, patched
 
 __all__ = ["TELLS_NAN", "Question", "branches_on_inputs", "other_answer"]
 
@@ -118,10 +118,10 @@ def branches_on_inputs(arguments: Mapping[str, Any]) -> Iterator[list[Question]]
     with ExitStack() as stack:
         for kind, table in tables_of_codes():
             for code in codes_that_compare():
-                table[code] = functools.partial(asking.compare, table[code])
+                table[code] = functools.partial(asking.compare, handing_on(table[code]))
             for code, name in enumerate(codes_that_branch()):
                 if name is not None and table[code] is not None:
-                    table[code] = functools.partial(asking.decide, table[code], name)
+                    table[code] = functools.partial(asking.decide, handing_on(table[code]), name)
             stack.enter_context(patched(Attribute(kind, "dispatch_table"), table))
         yield asking.asked
 

@@ -33,7 +33,7 @@ from ebbtide.torch_seams.conditions import (
     written_to,
 )
 from ebbtide.torch_seams.graphs import expression_of, hint_of
-from ebbtide.torch_seams.patches import Attribute, patched
+from ebbtide.torch_seams.patches import Attribute, handing_on, patched
 
 __all__ = ["Condition", "known_branches"]
 
@@ -69,7 +69,7 @@ def known_branches() -> Iterator[list[Condition]]:
         for kind, table in tables_of_codes():
             for code, name in enumerate(codes_that_branch()):
                 if name is not None and table[code] is not None:
-                    table[code] = functools.partial(_decide, table[code], name, thread, begun, conditions)
+                    table[code] = functools.partial(_decide, handing_on(table[code]), name, thread, begun, conditions)
             stack.enter_context(patched(Attribute(kind, "dispatch_table"), table))
         yield conditions
 

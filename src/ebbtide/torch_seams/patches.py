@@ -27,7 +27,18 @@ from typing import Any, Protocol
 
 from ebbtide.deferred_queue import DeferredQueue
 
-__all__ = ["Attribute", "Item", "Patch", "PatchTarget", "Setting", "open_patches", "patched", "places", "wrapped"]
+__all__ = [
+    "Attribute",
+    "Item",
+    "Patch",
+    "PatchTarget",
+    "Setting",
+    "handing_on",
+    "open_patches",
+    "patched",
+    "places",
+    "wrapped",
+]
 
 
 class _Nothing:
@@ -303,6 +314,15 @@ def wrapped(
         return layer
 
     return Patch(place, layer_of)
+
+
+def handing_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` for what stands for it without a patch: what goes wrong in it is none of ours (``faults``)."""
+
+    def below(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return below
 
 
 def places() -> list[PatchTarget]:
