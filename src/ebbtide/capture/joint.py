@@ -10,7 +10,7 @@ Definitions:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -429,6 +429,7 @@ def read_joint(
     granularity_bytes: int,
     context: dict[str, str],
     target: str | None = None,
+    leaves: Collection[int] | None = None,
 ) -> Captured:
     """The program of a joint graph from AOTAutograd, without costs.
 
@@ -439,6 +440,7 @@ def read_joint(
         granularity_bytes: the device's allocator rounds blocks up to a multiple of this.
         context: what the program depends on besides its ops.
         target: type of the device that the step is for, if it is not that of its tensors.
+        leaves: positions of the primals whose gradients become ``.grad``; ``None`` for all.
 
     Raises:
         CaptureError: for dynamic sizes and for ops whose memory cannot be followed; names op and line.
@@ -448,7 +450,7 @@ def read_joint(
     drop_masked_outputs(graph)
     fill_uninitialised(graph)
     count_as_eager(graph)
-    copy_gradients(graph, forward_output_count)
+    copy_gradients(graph, forward_output_count, leaves)
     joint = _read(graph, forward_output_count, name, granularity_bytes, context, target)
     program = joint.program
     new_values = [joint.outputs[p] for p in mutated_inputs(graph, forward_output_count)]

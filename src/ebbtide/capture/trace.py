@@ -41,6 +41,7 @@ from ebbtide.capture.rules.numpy_calls import refuse_numpy
 from ebbtide.capture.rules.read_places import refuse_read_places
 from ebbtide.capture.rules.recurrent import packed_sequence_refusal, unroll_recurrent
 from ebbtide.capture.symbolic.sizes import NotAtTheseSizes
+from ebbtide.capture.uses import one_input_per_use
 from ebbtide.errors import CaptureError
 from ebbtide.faults import RAISED_IN_CAPTURE
 from ebbtide.signals import raised_by_a_handler, signals_wait
@@ -200,9 +201,12 @@ def compile_step(
 
 
 def _backend_of(
-    partitioner: Partitioner, numbers: Numbers | None = None, *, elsewhere: bool = False
+    partitioner: Partitioner, numbers: Numbers | None = None, *, elsewhere: bool = False, part: bool = False
 ) -> Callable[[fx.GraphModule, Any], Any]:
-    """What ``torch.compile`` gives its graph to, of which ``partitioner`` makes the two that run."""
+    """What ``torch.compile`` gives its graph to, of which ``partitioner`` makes the two that run.
+
+    ``part`` is whether other parts of the step may read what the graph reads (``uses``).
+    """
     marks_in_graphs()
     held = weakref.ref(partitioner)
 
@@ -231,12 +235,21 @@ def _backend_of(
         unroll_recurrent(graph)
         if elsewhere:
             refuse_autocast(graph)
+        graph, again = one_input_per_use(graph, inputs) if part else (graph, [])
+        inputs = _with_again(inputs, again)
         kept().take_inputs(inputs)
         kept().take_graph(DynamoGraph(graph))
         compiled = _told_to(kept, cut_off_freed(planned(graph, inputs), graph.graph))
+        if again:
+            return lambda *inputs: compiled(*_with_again(inputs, again))
         return compiled if beside is None else beside.around(compiled)
 
     return backend
+
+
+def _with_again(inputs: Sequence[Any], again: Sequence[int]) -> list[Any]:
+    """``inputs``, and after them those of these positions again."""
+    return [*inputs, *(inputs[position] for position in again)]
 
 
 def _template_in_pieces(module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -256,7 +269,7 @@ def compile_in_pieces(partitioner: Callable[[], Partitioner]) -> Callable[..., A
     require_supported_torch()
 
     def backend(graph: fx.GraphModule, inputs: Any) -> Any:
-        return _backend_of(partitioner())(graph, inputs)
+        return _backend_of(partitioner(), part=True)(graph, inputs)
 
     with not_exporting():
         step = torch.compile(_fresh_step(_template_in_pieces), backend=backend)

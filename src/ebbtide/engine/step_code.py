@@ -14,6 +14,7 @@ from torch import fx
 
 from ebbtide.capture.joint import Captured
 from ebbtide.capture.output_links import Links, links_of
+from ebbtide.capture.uses import uses_by
 from ebbtide.engine.hook_order import gradient_order
 from ebbtide.engine.partial_backward import PartialBackwards
 from ebbtide.engine.unused import UnusedOutputs
@@ -137,10 +138,16 @@ def code_of(
 
 
 def _sums(captured: Captured) -> Iterator[int]:
-    """Positions of the primals whose gradient is a sum of several that the step makes."""
+    """Positions of primals that the forward reads several times, so that their gradients are sums."""
+    backward = set[fx.Node](captured.tangents)
+    for node in captured.graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
     for position, gradient in enumerate(captured.outputs[captured.forward_output_count :]):
         if isinstance(gradient, fx.Node) and gradient.target is torch.ops.aten.add.Tensor:
-            yield position
+            primal = captured.primals[position]
+            if sum(uses_by(user, primal) for user in primal.users if user not in backward) > 1:
+                yield position
 
 
 def _handed_out(captured: Captured) -> Iterator[int]:

@@ -52,6 +52,8 @@ class TracedGraph:
         self.symbolic = symbolic
         self._name = name
         self._taken = Taken()
+        self._leaves: frozenset[int] | None = None
+        """Positions of the inputs whose gradients become ``.grad``; all if it is ``None``."""
         self.forget_graph()
 
     def forget_graph(self) -> None:
@@ -126,6 +128,7 @@ class TracedGraph:
             name=self._name,
             granularity_bytes=ALLOCATOR_GRANULARITY_BYTES[self.device],
             context=device_context(self.device),
+            leaves=self._leaves,
         )
 
     # -- the partitioner ------------------------------------------------------------------------------------

@@ -68,7 +68,9 @@ class PieceGraph(TracedGraph):
         self.pieces: OrderedDict[tuple[int, ...], SizedPiece] = OrderedDict()
 
     def take_inputs(self, inputs: Sequence[object]) -> None:
-        """Seen at its first run."""
+        """Note which are leaves; the rest is seen at its first run."""
+        leaves = (i for i, each in enumerate(inputs) if isinstance(each, torch.Tensor) and each.is_leaf)
+        self._leaves = frozenset(leaves)
 
     def take_results(self, results: Sequence[object], inputs: Sequence[object]) -> None:
         """The node of the forward that has just run is in the graph of what it gave, or has changed."""

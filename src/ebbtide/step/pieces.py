@@ -246,8 +246,10 @@ class _Thread:
                 known[output.tangent] = self._between(index, ZEROS, (), bytes_)
             else:
                 known[output.tangent] = self._buffer(f"{index}.tangent{number}", bytes_, None)
+        given = {each.gradient for each in piece.inputs}  # a graph returns the first copy that it makes
         for op in range(program.boundary, len(program.ops)):
-            self._add(index, op, last=op == len(program.ops) - 1)
+            stays = not given.isdisjoint(program.ops[op].outputs)
+            self._add(index, op, stays=stays, last=op == len(program.ops) - 1)
         self._give(index)
 
     def _give(self, index: int) -> None:

@@ -17,7 +17,7 @@ accumulated the step is the one without these copies (:func:`uncopied`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -33,8 +33,8 @@ _aten = torch.ops.aten
 _ORIGINAL = "ebbtide_gradient"  # in the meta of a copy: the name of the gradient's node
 
 
-def copy_gradients(graph: fx.Graph, forward_output_count: int) -> None:
-    """Let ``graph`` return gradients that become ``.grad`` as they are."""
+def copy_gradients(graph: fx.Graph, forward_output_count: int, leaves: Collection[int] | None = None) -> None:
+    """Let ``graph`` return gradients that become ``.grad`` as they are: of all primals, or of those at ``leaves``."""
     (output,) = graph.find_nodes(op="output")
     results = tree_leaves(output.args)
     placeholders = list(graph.find_nodes(op="placeholder"))
@@ -44,6 +44,8 @@ def copy_gradients(graph: fx.Graph, forward_output_count: int) -> None:
     for position, primal in enumerate(primals, forward_output_count):
         gradient = results[position]
         if not isinstance(gradient, fx.Node) or not isinstance(gradient.meta.get("val"), torch.Tensor):
+            continue
+        if leaves is not None and position - forward_output_count not in leaves:
             continue
         value, like = gradient.meta["val"], primal.meta["val"]
         if value.is_conj() or value.is_neg() or value.shape != like.shape:

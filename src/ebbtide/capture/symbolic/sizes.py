@@ -130,7 +130,7 @@ class _Writer:
         self._values = values
         self._mode = FakeTensorMode()
         self._written: dict[fx.Node, Any] = {}
-        self._storages: set[int] = set()
+        self._storages: dict[int, tuple[tuple[object, ...], torch.Tensor]] = {}
         self._results: dict[object, _Results] = {}
         self._sizes: dict[Any, int] = {}
 
@@ -163,12 +163,16 @@ class _Writer:
         if not isinstance(value, torch.Tensor):
             return self._number(value)
         key = storage_key(value)
-        if key in self._storages:
-            raise NotAtTheseSizes("two inputs of the step share memory")
-        self._storages.add(key)
         shape, stride = ([self._number(each) for each in of] for of in (value.shape, value.stride()))
+        form = (tuple(shape), tuple(stride), value.storage_offset(), value.dtype)
         with self._mode:
-            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            if key not in self._storages:
+                made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+                self._storages[key] = form, made
+                return made
+            if self._storages[key][0] == form:  # one tensor, an input for each of its uses
+                return self._storages[key][1].detach()
+        raise NotAtTheseSizes("two inputs of the step share memory")
 
     def _call(self, node: fx.Node) -> None:
         if isinstance(node.meta.get("val"), int | torch.SymInt):
