@@ -218,8 +218,9 @@ class Options:
     """What follows where a training call is not one graph: ``none`` or ``auto``.
 
     ``"none"``: it is refused, with the line that breaks its graph. ``"auto"``: the parts that are graphs are planned
-    together, under one budget for the whole step, and what lies between them runs as in eager. The first step keeps as
-    little as it can for its backward, since nothing is known of it before; its peak may be above the budget."""
+    together, under one budget for the whole step, and what lies between them runs as in eager. The first two
+    steps keep as little as they can for their backward, since nothing is known of them before; their peak may be above
+    a budget that is a share, and one in bytes refuses what cannot be within it."""
     refine: bool = field(default=True, metadata={"check": flag})
     """Whether :func:`fit` begins with a plan that is found quickly, and looks for a better one beside training.
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from ebbtide.torch_seams.conditions import autocast_now, changes
+from ebbtide.torch_seams.dynamo import copied_graph, input_again
 
 __all__ = ["one_input_per_use", "uses_by"]
 
@@ -34,7 +35,7 @@ def one_input_per_use(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.
     shared = [position for position, uses in enumerate(_uses(graph.graph, inputs)) if len(uses) > 1]
     if not shared:
         return graph, []
-    made = _copied(graph)
+    made = copied_graph(graph)
     placeholders = made.graph.find_nodes(op="placeholder")
     all_uses = _uses(made.graph, inputs)
     added: list[int] = []
@@ -43,10 +44,7 @@ def one_input_per_use(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.
         node, uses = placeholders[position], all_uses[position]
         own = [node]
         for number in range(1, len(uses)):
-            with made.graph.inserting_after(last):
-                last = made.graph.placeholder(f"{node.name}_use{number}")
-            last.meta.update(node.meta)
-            last._dynamo_source = None  # type: ignore[attr-defined]
+            last = input_again(node, last, f"{node.name}_use{number}")
             own.append(last)
             added.append(position)
         for user in dict.fromkeys(uses):
@@ -65,21 +63,6 @@ def _uses(graph: fx.Graph, inputs: Sequence[Any]) -> list[list[fx.Node]]:
         users = [] if not plain or _may_change(node) else _in_order(graph, node)
         found.append([user for user in reversed(users) for _ in range(uses_by(user, node))])
     return found
-
-
-def _copied(graph: fx.GraphModule) -> fx.GraphModule:
-    """``graph`` anew, with what Dynamo has written to it; it reads its own again when it is compiled."""
-    nodes = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    nodes.output(nodes.graph_copy(graph.graph, known))
-    for old, new in known.items():
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
-    made = fx.GraphModule(graph, nodes)
-    made.meta = dict(graph.meta)
-    if hasattr(graph, "_param_name_to_source"):
-        made._param_name_to_source = graph._param_name_to_source  # type: ignore[assignment]
-    return made
 
 
 def _in_order(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:

@@ -27,10 +27,12 @@ from ebbtide.torch_seams.tracing import made_anew, raised_in_trace
 
 __all__ = [
     "capture_error_type",
+    "copied_graph",
     "failed_by_itself",
     "forget_compiled",
     "forget_frames_of",
     "inner_exception",
+    "input_again",
     "is_argument",
     "is_switched_off",
     "numpy_call",
@@ -161,6 +163,29 @@ def numpy_call(node: torch.fx.Node) -> str | None:
     if isinstance(node.target, utils.numpy_to_tensor_wrapper | utils.numpy_operator_wrapper):
         return node.target.__name__.removeprefix("wrapped_")
     return None
+
+
+def copied_graph(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """``graph`` of Dynamo anew, with what Dynamo has written to it; it reads its own again when it is compiled."""
+    nodes, known = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    nodes.output(nodes.graph_copy(graph.graph, known))
+    for old, new in known.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    made = torch.fx.GraphModule(graph, nodes)
+    made.meta = dict(graph.meta)
+    if hasattr(graph, "_param_name_to_source"):
+        made._param_name_to_source = graph._param_name_to_source  # type: ignore[assignment]
+    return made
+
+
+def input_again(node: torch.fx.Node, after: torch.fx.Node, name: str) -> torch.fx.Node:
+    """Another input for the tensor of ``node``, behind that of ``after``; no guard of AOTAutograd's names it."""
+    with node.graph.inserting_after(after):
+        made = node.graph.placeholder(name)
+    made.meta.update(node.meta)
+    made._dynamo_source = None  # type: ignore[attr-defined]
+    return made
 
 
 def forget_compiled(function: Callable[..., Any], backend: Callable[..., Any] | None = None) -> None:
