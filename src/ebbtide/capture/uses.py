@@ -56,18 +56,15 @@ def one_input_per_use(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.
 
 def _uses(graph: fx.Graph, inputs: Sequence[Any]) -> list[list[fx.Node]]:
     """Per input whose uses are told apart, its users in the order of definition 1, each as often as it uses it."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
     casts = any(autocast_now().values()) or any("autocast" in str(each.target) for each in graph.nodes)
     found: list[list[fx.Node]] = []
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         plain = isinstance(value, torch.Tensor) and value.requires_grad and not (casts and value.is_leaf)
-        users = [] if not plain or _may_change(node) else _in_order(graph, node)
-        found.append([user for user in reversed(users) for _ in range(uses_by(user, node))])
+        users = [] if not plain or _may_change(node) else filter(_takes_gradient, node.users)
+        in_reverse = sorted(users, key=place.__getitem__, reverse=True)
+        found.append([user for user in in_reverse for _ in range(uses_by(user, node))])
     return found
-
-
-def _in_order(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """Users whose results take gradients, in the order in which they run."""
-    return [each for each in graph.nodes if node in each.all_input_nodes and _takes_gradient(each)]
 
 
 def _takes_gradient(node: fx.Node) -> bool:
