@@ -129,7 +129,7 @@ class StepInPieces:
     def verified_buffers(self) -> int:
         """How many buffers came back with their bits in proven occurrences."""
         last = self.last
-        return 0 if last is None else sum(each.first_runs.verified_buffers for each in last.executables)
+        return 0 if last is None else sum(each.first_runs.verified_buffers for each in last.proven)
 
     @property
     def phase(self) -> Phase:
@@ -137,7 +137,7 @@ class StepInPieces:
         last = self.last
         if last is None or last.plan is None:
             return Phase.CAPTURED
-        return min((each.first_runs.phase for each in last.executables), key=list(Phase).index)
+        return min((each.first_runs.phase for each in last.proven), key=list(Phase).index)
 
     @property
     def pieces(self) -> int:
@@ -236,7 +236,7 @@ class StepInPieces:
 
     def _snapshot(self, call: Call, order: Order, now: CallContext) -> Callable[[], None] | None:
         """What puts back buffers, random state and gradients; ``None`` where nothing is proven."""
-        proving = any(each.first_runs.phase in (Phase.PLANNED, Phase.PROVING) for each in order.executables)
+        proving = any(each.first_runs.phase in (Phase.PLANNED, Phase.PROVING) for each in order.proven)
         if order.plan is not None and not proving:
             return None
         put_back = snapshot(call.module.buffers(), now.device)
@@ -346,7 +346,9 @@ class StepInPieces:
         cut = stitched.cut(home)
         order.planned = [each.piece for each in order.occurrences]
         order.executables = [
-            self._lowered(piece, replace(plan, program=piece.program, schedule=cut[number]))
+            self.at_least_kept(piece)
+            if number < 0
+            else self._lowered(piece, replace(plan, program=piece.program, schedule=cut[number]))
             for piece, number in zip(order.planned, numbers, strict=True)
         ]
         order.plan, order.request = plan, request.number
@@ -355,8 +357,8 @@ class StepInPieces:
     def _at_least_kept(self, stitched: Stitched, order: Order, numbers: Sequence[int]) -> Schedule:
         """The schedules of the first steps, joined; a gap runs each op once."""
         schedules = [unplanned_schedule(each.piece.program) for each in stitched.occurrences]
-        for each, number in zip(order.occurrences, numbers, strict=True):
-            schedules[number] = self.at_least_kept(each.piece).plan.schedule
+        for index in order.trains:
+            schedules[numbers[index]] = self.at_least_kept(order.occurrences[index].piece).plan.schedule
         return stitched.joined(schedules)
 
     # -- its bytes ----------------------------------------------------------------------------------------------
@@ -389,19 +391,21 @@ class StepInPieces:
     def _judge(self, run: RunInPieces, record: MarkedRecord, resident: int) -> None:
         order, steps = run.order, run.order.steps
         count = len(order.occurrences)
-        whole = len(record.taken) == 4 * count + 1 and run.backwards == [*reversed(range(count))]
+        came = sorted(set(run.backwards), reverse=True)
+        whole = bool(came) and run.backwards == came and len(record.taken) == 2 * (count + len(came)) + 1
         whole = whole and run.as_planned and run.same_sizes and run.same_way
         order.above_bytes = record.highest_bytes - resident
         if run.as_planned:  # else it is new, and the next is recorded
             order.due = 1 << steps.bit_length() if steps < _EVERY else steps + _EVERY
+        silent = frozenset(range(count)).difference(came)
         if not order.taken and whole:
-            order.taken = tuple(record.taken)
+            order.taken, order.silent = tuple(record.taken), silent
         plan = order.plan
         budget_bytes = self.model.request.budget.bytes if plan is None else plan.budget_bytes
         if budget_bytes is None or record.highest_bytes - budget_bytes <= _SLACK_BYTES:
             return
         if whole and plan is not None:
-            order.taken, order.request = tuple(record.taken), -1
+            order.taken, order.silent, order.request = tuple(record.taken), silent, -1
             order.aside_bytes += record.highest_bytes - budget_bytes
         predicted = "it kept as little as it can, before it is planned"
         if plan is not None:

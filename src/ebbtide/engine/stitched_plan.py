@@ -32,29 +32,34 @@ GAP = "ebbtide.gap"
 
 
 def stitched_order(name: str, order: Order) -> tuple[Stitched, list[int]]:
-    """The step as one program, and the numbers of its occurrences among those of gaps."""
+    """The step as one program, and the numbers of its occurrences among those of gaps; -1 for what is silent."""
     occurrences: list[Occurrence] = []
     numbers: list[int] = []
     pieces: dict[tuple[int, tuple[int, ...]], Piece] = {}
     gaps: dict[int, int] = {}
     for index, each in enumerate(order.occurrences):
+        if index in order.silent:
+            numbers.append(-1)
+            continue
         if (gap := _gap(order, index, numbers)) is not None:
             gaps[index] = len(occurrences)
             occurrences.append(gap)
         captured = replace(each.piece.captured, program=each.piece.program)
         through = sorted(each.through)
-        direct = {position for position, source in enumerate(each.sources) if source is not None}
-        positions = sorted(direct.union(through, each.shared))
+        given = [None if source is None or source[0] in order.silent else source for source in each.sources]
+        direct = {position for position, source in enumerate(given) if source is not None}
+        shared = {position: source for position, source in each.shared.items() if source[0] not in order.silent}
+        positions = sorted(direct.union(through, shared))
         key = (id(each.piece), tuple(positions))
         piece = pieces.setdefault(key, piece_of(captured, positions))
         sources: list[tuple[int, int] | None] = []
         for position in positions:
             if position in each.through:
                 sources.append((gaps[index], through.index(position)))
-            elif position in each.shared:
-                first, there = each.shared[position]
+            elif position in shared:
+                first, there = shared[position]
                 sources.append((gaps[first], sorted(order.occurrences[first].through).index(there)))
-            elif (source := each.sources[position]) is not None:
+            elif (source := given[position]) is not None:
                 sources.append((numbers[source[0]], source[1]))
         numbers.append(len(occurrences))
         occurrences.append(Occurrence(piece, tuple(sources), _weights(captured, piece, positions)))
@@ -126,7 +131,8 @@ def _gap(order: Order, index: int, numbers: Sequence[int]) -> Occurrence | None:
     given = [through[position] for position in sorted(through)]
     rest = max(before.own_left_bytes - sum(given), 0)
     taken: list[tuple[int, int, int]] = []
-    for giver, each in enumerate(order.occurrences[:index]):
+    for giver in (each for each in order.trains if each < index):
+        each = order.occurrences[giver]
         for output, bytes_ in enumerate(_tangents_of(each)):
             reached = bytes_ and output not in each.used and _next_gap(order, giver) == index
             if reached or (giver, output) in died:
@@ -179,5 +185,5 @@ def _tangents_of(occurrence: RanPiece) -> list[int]:
 
 def _next_gap(order: Order, giver: int) -> int:
     """The occurrence before which the gap is that takes what ``giver`` gives to none; -1 if there is none."""
-    after = range(giver + 1, len(order.occurrences))
+    after = (index for index in order.trains if index > giver)
     return next((index for index in after if order.occurrences[index].through), -1)

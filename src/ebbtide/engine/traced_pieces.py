@@ -188,6 +188,7 @@ class Order:
     Attributes:
         occurrences: as they ran last.
         taken: what each part of a recorded step took; empty before there is one.
+        silent: occurrences whose backward has not come in it, since nothing of the loss hangs on them: parts of gaps.
         plan: of the stitched program; ``None`` before it is planned.
         executables: of the plan, per occurrence.
         planned: whose they are.
@@ -201,6 +202,7 @@ class Order:
 
     occurrences: list[RanPiece] = field(default_factory=list[RanPiece])
     taken: tuple[Taken, ...] = ()
+    silent: frozenset[int] = frozenset()
     plan: Plan | None = None
     executables: list[Executable] = field(default_factory=list[Executable])
     planned: list[SizedPiece] = field(default_factory=list[SizedPiece])
@@ -216,14 +218,25 @@ class Order:
         """Of its occurrences."""
         return [each.piece.graph for each in self.occurrences]
 
+    @property
+    def trains(self) -> list[int]:
+        """Its occurrences whose backwards come."""
+        return [index for index in range(len(self.occurrences)) if index not in self.silent]
+
+    @property
+    def proven(self) -> list[Executable]:
+        """Its executables that are, once they have run."""
+        return [self.executables[index] for index in self.trains] if self.executables else []
+
     def forward_gap(self, index: int) -> Taken:
-        """What the code before an occurrence took; the last is the window between the two graphs."""
-        return self.taken[2 * index]
+        """What the code before an occurrence took, with what is silent; the last is the window between the graphs."""
+        begin = max((each + 1 for each in self.trains if each < index), default=0)
+        return Taken.joined(self.taken[2 * begin : 2 * index + 1])
 
     def backward_gap(self, index: int) -> Taken:
         """What the code took that runs in the backward after that of an occurrence."""
-        count = len(self.occurrences)
-        return self.taken[2 * count + 2 * (count - 1 - index) + 2]
+        later = sum(each > index for each in self.trains)
+        return self.taken[2 * len(self.occurrences) + 2 * later + 2]
 
 
 def leaves_bytes(occurrence: RanPiece) -> int:

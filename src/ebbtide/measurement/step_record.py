@@ -101,6 +101,16 @@ class Taken:
         """Its highest level."""
         return self.start_bytes + self.peak_bytes
 
+    @classmethod
+    def joined(cls, parts: Sequence[Taken]) -> Taken:
+        """Of parts that follow on each other."""
+        start, own_peak, own_left = parts[0].start_bytes, 0, 0
+        for each in parts:
+            own_peak = max(own_peak, own_left + each.own_peak_bytes)
+            own_left += each.own_left_bytes
+        left = parts[-1].start_bytes + parts[-1].left_bytes - start
+        return cls(start, max(each.highest_bytes for each in parts) - start, left, own_peak, own_left)
+
 
 class _OnCpu:
     """The recorder, with marks: blocks of sizes that nobody else takes in this order, each given back at once."""

@@ -233,9 +233,6 @@ class _Thread:
         """The backward ops of an occurrence, and what autograd does with its gradients."""
         piece = self.occurrences[index].piece
         program, known = piece.program, self.known[index]
-        if program.boundary == len(program.ops):
-            self._give(index)
-            return
         for number, output in enumerate(piece.outputs):
             if output.tangent is None or output.tangent in known:
                 continue
