@@ -373,6 +373,7 @@ class TokenDropping(Language):
 
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList((self.blocks[0], self.blocks[-1]))
         self.router = nn.Linear(WIDTH, 1)
         self.middle = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH)) for _ in "123"
