@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.engine.in_pieces import StepInPieces
@@ -360,6 +361,34 @@ def test_an_exception_between_pieces_leaves_nothing_behind() -> None:
     fitted.raises = False
     for got, wanted in zip(stepped(fitted, 5), stepped(eager, 5), strict=True):
         assert torch.equal(got, wanted)
+
+
+def test_a_backward_inside_of_one_belongs_to_the_step() -> None:
+    """A reentrant checkpoint in code between pieces has a backward of its own, whose gradients are the step's."""
+
+    def part(model: Model, x: Tensor) -> Tensor:
+        x = model.run(x, 1, 2)
+        print(end="")
+        return model.run(x, 2, 3)
+
+    def checkpoints(model: Model, x: Tensor) -> Tensor:
+        x = checkpoint(part, model, model.blocks[0](x), use_reentrant=True)
+        return model.loss(model.run(x, 3, 6))
+
+    eager, fitted = pair(checkpoints, "95%")
+    theirs, own = (torch.optim.SGD(each.parameters(), lr=1e-2) for each in (eager, fitted))
+    for step in range(4):
+        trained(eager, batch(step), step)
+        trained(fitted, batch(step), step)
+        assert all(_alike(a.grad, b.grad) for a, b in zip(eager.parameters(), fitted.parameters(), strict=True))
+        for each in (theirs, own):
+            each.step()
+            each.zero_grad()
+    assert step_in_pieces(fitted).plan is not None
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def test_evaluation_accumulation_and_another_shape_between_steps() -> None:

@@ -1,8 +1,8 @@
 """Gradients that reach a fitted model's parameters in a backward in which no planned step ran.
 
 1. A backward is *planned* if the backward of a planned step, of whatever fitted model, ran in it, or a planned call was
-   made again in it, as reentrant checkpoints do. What else runs in the same backward, such as an auxiliary loss, is
-   measured as part of the loss outside.
+   made again in it, as reentrant checkpoints do; so is one inside of it, which code between pieces may begin. What else
+   runs in the same backward, such as an auxiliary loss, is measured as part of the loss outside.
 2. Whether another has given a parameter its gradient is known from hooks on autograd's leaves. They cost a microsecond
    for each parameter and backward, so they are there from ``fit`` on until :data:`_FIRST` steps of optimizers have had
    no other backwards than planned ones before them, and again once there was another: it may be another model's. They
@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ebbtide.torch_seams.autograd import backwards_begun, current_graph_task_id, gradient_leaf, in_backward
+from ebbtide.torch_seams.autograd import (
+    backwards_begun,
+    current_graph_task_id,
+    gradient_leaf,
+    in_backward,
+    when_backward_ends,
+)
 from ebbtide.torch_seams.optimizers import gradient_of
 
 __all__ = ["Backwards", "GradientWatcher", "backwards_so_far", "note_planned", "note_planned_again", "own_backwards"]
@@ -33,6 +39,7 @@ _FIRST = 8
 
 _lock = threading.Lock()
 _planned: dict[int, None] = {}
+_running: dict[int, int] = {}  # planned ones that have not ended, and the threads that their planned steps ran on
 _planned_in_all = 0
 _own_in_all = 0
 _watching: weakref.WeakSet[GradientWatcher] = weakref.WeakSet()
@@ -49,15 +56,24 @@ def note_planned() -> None:
         _planned[task] = None
         if len(_planned) > _RECENT:
             del _planned[next(iter(_planned))]
+        _running[task] = threading.get_ident()
         watching = list(_watching)
+    if in_backward():
+        when_backward_ends(functools.partial(_ended, task))
     for each in watching:
         each.was_planned(task)
+
+
+def _ended(task: int) -> None:
+    _running.pop(task, None)
 
 
 def note_planned_again() -> None:
     """A planned call begins; inside of a backward its own backward will be one inside of that."""
     if in_backward():
         note_planned()
+    else:
+        _running.clear()  # those that have failed
 
 
 class Backwards(NamedTuple):
@@ -194,7 +210,7 @@ class GradientWatcher:
         task = current_graph_task_id()
         if key in self._besides and (found := self._leaves.get(key)) is not None and _is_dropped(found.parameter):
             del self._besides[key]
-        if task in _planned:
+        if task in _planned or threading.get_ident() in _running.values():
             self._come.add(key)
         else:
             self._besides.setdefault(key, set()).add(task)

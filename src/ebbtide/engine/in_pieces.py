@@ -96,7 +96,7 @@ class StepInPieces:
         self._graphs: list[PieceGraph] = []
         self._orders: dict[object, list[Order]] = {}
         self._verdict: BudgetExceeded | str = ""
-        self._news = 0
+        self._news = self._steps = 0
         self._restore: Callable[[], None] | None = None
         name = model.plain_class.__name__
         self._stance, self._frames = OwnCompileMode(), frames_in_pieces(_said_of(name))
@@ -167,6 +167,7 @@ class StepInPieces:
         orders = self._orders.setdefault(now.key, [])
         expected = orders[-1] if orders else Order()
         expected.steps += 1
+        self._steps += 1
         resident = now.resident_bytes + self.model.optimizers.state_to_come_bytes()
         self._plan_if_needed(expected, resident)
         run = RunInPieces(self, expected, orders, call, now, resident)
@@ -364,13 +365,18 @@ class StepInPieces:
     # -- its bytes ----------------------------------------------------------------------------------------------
 
     def _is_due(self, order: Order, now: CallContext) -> bool:
-        """Whether the step is recorded (definition 4); the first is not, whose ops are timed while it runs."""
-        if not order.occurrences or now.checkpointed or order.steps < order.due:
+        """Whether the step is recorded (definition 4); the first is not, whose ops are timed while it runs.
+
+        On CPU a record costs as much as a small step; a model that goes another way each time has some as well.
+        """
+        if not order.occurrences or now.checkpointed:
             return False
-        if now.device == "cpu":
-            ask_to_record()
-            return not being_watched(now.device)
-        return True
+        if now.device != "cpu":
+            return True
+        if order.steps < order.due and self._steps & (self._steps - 1) and self._steps % _EVERY:
+            return False
+        ask_to_record()
+        return not being_watched(now.device)
 
     def _recorded(self, run: RunInPieces, now: CallContext, resident: int) -> MarkedRecord:
         on_cpu = now.device == "cpu"
