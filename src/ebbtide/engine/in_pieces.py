@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -390,7 +390,7 @@ class StepInPieces:
             now.device,
             start_bytes=resident,
             freed=watches_of(each for each in map(gradient_of, leaves) if each is not None),
-            done=cast("Any", done),
+            done=done,
             returned=self._say,
         )
 

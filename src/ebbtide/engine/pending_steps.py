@@ -40,7 +40,7 @@ from ebbtide.errors import CaptureError
 from ebbtide.faults import users_level
 from ebbtide.measurement.leftovers import leave, watches_of
 from ebbtide.measurement.peak import StepGauge
-from ebbtide.measurement.step_record import Before, StepRecord
+from ebbtide.measurement.step_record import Before, Recorder
 from ebbtide.optimizer.in_step.backward_updates import BackwardUpdates
 from ebbtide.optimizer.in_step.optimizer_in_backward import OptimizerInBackward
 from ebbtide.ranks.backwards import StepBackward
@@ -125,7 +125,7 @@ class Measuring:
     """
 
     gauge: StepGauge | None = None
-    record: StepRecord | None = None
+    record: Recorder | None = None
     restore: Callable[[], None] | None = None
 
     def end_record(self) -> None:

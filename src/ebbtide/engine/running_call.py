@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from ebbtide.engine.executor import choose_checks, run_forward, running_as
 from ebbtide.engine.optimizer_link import OptimizerLink
 from ebbtide.engine.pending_steps import Holdings, Meets, Overlap, PendingStep, PendingSteps
 from ebbtide.engine.traced_pieces import Order, PieceGraph, RanPiece, SizedPiece, leaves_bytes
-from ebbtide.measurement.step_record import MarkedRecord
+from ebbtide.measurement.step_record import Before, MarkedRecord
 from ebbtide.torch_seams.aot import mutated_inputs
 from ebbtide.torch_seams.storages import StorageWatch
 
@@ -110,7 +110,7 @@ class RunInPieces:
         self.occurrences.append(occurrence)
         if self.record is not None:
             self.record.mark()
-            pending.measuring.record = cast("Any", HalfRecord(self, index))
+            pending.measuring.record = HalfRecord(self, index)
         with running_as(pending):
             results = run_forward(args)
         if self.record is not None:
@@ -212,9 +212,6 @@ class RunInPieces:
 class HalfRecord:
     """Tells a step's record of one occurrence's backward; takes the place of a record of its own."""
 
-    steady = False
-    recorded = frozenset[int]()
-
     def __init__(self, run: RunInPieces, index: int) -> None:
         self._run, self._index = run, index
 
@@ -238,6 +235,6 @@ class HalfRecord:
     def end(self) -> None:
         """It is given up."""
 
-    def end_for(self, number: int) -> HalfRecord:
+    def end_for(self, number: int) -> Before:
         """Nothing is known of its blocks."""
-        return self
+        return Before(number)

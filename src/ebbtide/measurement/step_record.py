@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import torch
 
@@ -23,7 +24,17 @@ from ebbtide.torch_seams.patches import Patch
 from ebbtide.torch_seams.profiler import before_other_profiles
 from ebbtide.torch_seams.storages import StorageWatch
 
-__all__ = ["Before", "MarkedRecord", "Part", "StepRecord", "Taken", "ask_to_record", "give_way", "note_backward"]
+__all__ = [
+    "Before",
+    "MarkedRecord",
+    "Part",
+    "Recorder",
+    "StepRecord",
+    "Taken",
+    "ask_to_record",
+    "give_way",
+    "note_backward",
+]
 
 _recording: set[StepRecord] = (
     set()
@@ -189,6 +200,34 @@ class _OnCard:
         return self._found
 
 
+class Recorder(Protocol):
+    """What a pending step tells of itself as it runs."""
+
+    def begin(self) -> None:
+        """Its forward graph starts."""
+        ...
+
+    def forward_returned(self) -> None:
+        """The model's forward has returned."""
+        ...
+
+    def backward_begins(self, *, retains: bool) -> None:
+        """Its backward graph starts, for the first time or once more."""
+        ...
+
+    def backward_returned(self) -> None:
+        """Its backward graph has returned."""
+        ...
+
+    def end(self) -> None:
+        """It is given up, or its graph is gone."""
+        ...
+
+    def end_for(self, number: int) -> Before:
+        """End; what the step of that ``number``, which is about to run, finds of it."""
+        ...
+
+
 class StepRecord:
     """Records one step from :meth:`begin` to its end.
 
@@ -220,7 +259,7 @@ class StepRecord:
         freed: Sequence[StorageWatch] = (),
         before: Before | None = None,
         resets: bool = True,
-        done: Callable[[StepRecord], None],
+        done: Callable[[Self], None],
         returned: Callable[[], None],
     ) -> None:
         self.parts: dict[Part, Taken] = {}
