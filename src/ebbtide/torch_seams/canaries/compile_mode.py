@@ -116,7 +116,7 @@ def frames_of_a_model_are_its_own() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    def calls(x: torch.Tensor) -> torch.Tensor:
+    def ebbtide_step_calls(x: torch.Tensor) -> torch.Tensor:
         return function(x)
 
     def made() -> tuple[Any, frames.Frames, list[frames.Frame]]:
@@ -131,14 +131,14 @@ def frames_of_a_model_are_its_own() -> None:
 
         ours = compile_mode.OwnCompileMode()
         own = frames.Frames(settings, lambda error, frame: frames.Then.RAISE)
-        compiled = torch.compile(calls, backend=backend)
+        compiled = torch.compile(ebbtide_step_calls, backend=backend)
         ours.in_pieces(compiled, torch.ones(2), frames=own)
         return backend, own, seen
 
     (first, of_first, _), (_, of_second, seen) = made(), made()
-    expect(calls.__code__ in of_first.codes, "a frame that is compiled is not shown")
+    expect(ebbtide_step_calls.__code__ in of_first.codes, "a frame that is compiled is not shown")
     expect(seen[0].others == 1, f"{seen[0].others} graphs are others'")
     dynamo.forget_frames_of(first, of_first.codes)
-    kept = [each for each in _debug_get_cache_entry_list(calls.__code__) if each.backend is not None]
-    expect(len(kept) == 1 and calls.__code__ in of_second.codes, f"{len(kept)} graphs are left")
-    dynamo.forget_compiled(torch.compile(calls, backend="eager"))
+    kept = [each for each in _debug_get_cache_entry_list(ebbtide_step_calls.__code__) if each.backend is not None]
+    expect(len(kept) == 1 and ebbtide_step_calls.__code__ in of_second.codes, f"{len(kept)} graphs are left")
+    dynamo.forget_compiled(torch.compile(ebbtide_step_calls, backend="eager"))
