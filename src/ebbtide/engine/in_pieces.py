@@ -298,7 +298,8 @@ class StepInPieces:
         if limit is None or held + executable.plan.timeline.above_bytes <= limit:
             return executable
         options = PlanningOptions(planner=LEAST_MEMORY)
-        return self._lowered(piece, make_plan(piece.program, Budget(bytes=limit), resident_bytes=held, options=options))
+        program = executable.plan.program  # of a profiled step no op is timed
+        return self._lowered(piece, make_plan(program, Budget(bytes=limit), resident_bytes=held, options=options))
 
     def resized(self, piece: SizedPiece, executable: Executable) -> Executable | None:
         """The schedule of a plan for ``piece``, the same graph at other sizes; ``None`` if it does not do."""
